@@ -301,9 +301,15 @@ _INDEX = re.compile(r"""\[(['"]?)([^\]'"]*)\1\]""")
 def trained_outputs(captured: Capture, trains: Trains) -> tuple[bool, ...]:
     """Return, for each output tensor, whether the loss depends on it. `trains`: None to guess from the form
     of the output; otherwise as for `chosen_outputs`, which may raise."""
-    if trains is None:
-        return _by_form(captured)
-    return chosen_outputs(captured.result, captured.differentiable, trains)
+    able = captured.differentiable
+    # What a forward leaves in attributes comes after its result: a loss leads there where it says so.
+    count = captured.result.count
+    returned = able[:count]
+    if not any(returned):
+        return able
+    chosen = _by_form(captured, returned) if trains is None else \
+        chosen_outputs(captured.result, returned, trains)
+    return (*chosen, *(False for _ in able[count:]))
 
 
 def chosen_outputs(result: Structure, able: Sequence[bool],
@@ -347,15 +353,14 @@ def _listed(named: Mapping[str, frozenset[int]], able: Sequence[bool]) -> str:
     return f"{'is' if len(words) == 1 else 'are'} {'; '.join(words[:_LISTED])}{more}"
 
 
-def _by_form(captured: Capture) -> tuple[bool, ...]:
+def _by_form(captured: Capture, able: Sequence[bool]) -> tuple[bool, ...]:
     """Return which outputs train: the output named ``loss``, else scalars, else all except by-products.
 
     A model that returns its loss together with other tensors (logits, a cache) is trained by the loss. If it
     returns ``log_probs``, it is trained by these: trl's trainers compute their losses from them (1.16). If
     this guess is wrong, the first backward warns, and the next plan is made for the outputs that train.
     """
-    meta: list[Any] = [n.meta[VALUE] if n is not None else None for n in captured.outputs]
-    able = captured.differentiable
+    meta: list[Any] = [n.meta[VALUE] if n is not None else None for n in captured.outputs[:len(able)]]
     scored = captured.result.index_of("log_probs")
     if scored is not None and able[scored]:
         taken = captured.result.under(("log_probs", "aux_loss"))
@@ -368,5 +373,5 @@ def _by_form(captured: Capture) -> tuple[bool, ...]:
         return tuple(scalars)
     aside = captured.result.under(_BY_PRODUCTS)
     main = tuple(ok and i not in aside for i, ok in enumerate(able))
-    return main if any(main) else able
+    return main if any(main) else tuple(able)
 

@@ -29,7 +29,7 @@ from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.capture.capture import Capture, Source, as_there, capture
 from rkmate.graph.capture.refusals import refuse_gradients_in_place
-from rkmate.graph.capture.structure import take_apart, tensor_called
+from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
 from rkmate.graph.passes.cluster import Cluster
 from rkmate.graph.passes.table import simplify
 from rkmate.ilp import cache_folder
@@ -386,12 +386,21 @@ def held_tensors(captured: Capture, model: nn.Module,
         if source.kind == "param":
             result[source] = tensor_called(params, str(source.key)).detach()
         elif source.kind == "buffer":
-            result[source] = tensor_called(buffers, str(source.key)).detach()
+            result[source] = buffer_called(model, buffers, str(source.key)).detach()
         elif source.kind == "constant":
             result[source] = captured.constants[str(source.key)]
         elif source.kind == "input":
             result[source] = tensors[int(source.key)].detach()
     return result
+
+
+def buffer_called(model: nn.Module, buffers: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The buffer of a name, or the attribute that is one in a plan, as a forward reads and assigns it."""
+    if owner_name(name) in buffers:
+        return tensor_called(buffers, name)
+    path, _, leaf = name.rpartition(".")
+    found: torch.Tensor = model.get_submodule(path).__dict__[leaf]
+    return found
 
 
 @functools.lru_cache(maxsize=4)

@@ -339,11 +339,12 @@ class PlannedStep:
                  finished: Callable[[], None] | None = None,
                  opened: Callable[[Call], None] | None = None,
                  read: Callable[[str], None] | None = None, original: Original | None = None,
-                 verify: bool = False) -> Any:
-        """The forward of one step; the backward follows through autograd, and calls `finished`. `opened`:
-        told of the call when its forward has run; `read`: told the name of an output that is
-        read and that the step leaves out; `original`: for a double backward; `verify`: compare checksums of
-        what is sent away."""
+                 verify: bool = False, leaves: Callable[[], Sequence[Any]] = tuple) -> Any:
+        """Run the forward of one step. The backward follows through autograd, and calls `finished`. `opened`:
+        called with the call when its forward has run; `read`: called with the name of an output that is read
+        and that the step leaves out; `original`: for a double backward; `verify`: compare checksums of data
+        that is sent away; `leaves`: returns the leaves of the arguments, if the forward changes objects among
+        them."""
         caller, targets, known = self.caller, self.targets, self.outputs
         if self._repeats:
             tensors = [*tensors, *(tensors[i] for i in self._repeats)]
@@ -394,6 +395,8 @@ class PlannedStep:
             places = caller.inputs
             connect_unplanned(call, unplanned, flat, known.unplanned, [
                 tensors[places[k]] if k in places else sources[k] for k in targets.all])
+        if self.capture.effects:
+            self.capture.effects.repeat(leaves, [*tensors[:self.capture.inputs.count], *flat])
         return self.capture.result.fill(flat)
 
     def _again(self, original: Original, tensors: Sequence[torch.Tensor], sources: Held,
@@ -527,6 +530,9 @@ def slot(model: nn.Module, name: str, kind: str) -> TensorSlot:
     owner = owner_name(name)
     path, _, leaf = owner.rpartition(".")
     module = model.get_submodule(path)
-    return TensorSlot(parameters_of(module) if kind == "param" else buffers_of(module), leaf,
+    # An attribute that a forward reads and assigns is a buffer in a plan.
+    registry = parameters_of(module) if kind == "param" else \
+        buffers_of(module) if leaf in buffers_of(module) else module.__dict__
+    return TensorSlot(registry, leaf,
                       leaf + name.removeprefix(owner) if name != owner else "")
 

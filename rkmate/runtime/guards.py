@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from rkmate import device as devices
+from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.recipe import Recipe, Recipes
 from rkmate.graph.capture.state import Assigned
 from rkmate.graph.capture.structure import take_call_apart
 from rkmate.runtime.snapshot import (
     Equivalents,
+    Overrides,
     Part,
     Same,
     Snapshot,
@@ -100,11 +102,14 @@ class ModuleReader:
         self._latest = ModuleGuards(FlagGuards(Same(), Part()), Part(), Part(), frozenset())
         self.read()
 
-    def follow(self, assigned: Sequence[Assigned]) -> None:
-        """Note that a forward has assigned these attributes, and would do so again: the state after the
-        assignments means the same plan as the state before."""
-        if assigned:
-            self._attributes.follow(assigned)
+    def follow(self, captured: Capture) -> None:
+        """Note that a forward has assigned attributes, and would do so again: the state after the assignments
+        means the same plan as the state before. What each planned forward assigns is not compared."""
+        if captured.effects.attributes:
+            self._attributes.leave_out({w.place: w.assigned.old for w in captured.effects.attributes})
+            self._walk = None
+        if captured.assigned:
+            self._attributes.follow(captured.assigned)
 
     def read(self) -> ModuleGuards:
         """Return the module as it is now."""
@@ -190,6 +195,11 @@ class _AttributeReader:
         if not self.latest.is_now(hooks):
             self._take(snapshot(self.latest.attributes, hooks))
         return self.means
+
+    def leave_out(self, old: Overrides) -> None:
+        """These attributes are not compared; a key has the values that they had first."""
+        attributes = self.latest.attributes
+        self._take(snapshot(attributes.without(old), self.latest.hooks))
 
     def follow(self, assigned: Sequence[Assigned]) -> None:
         """Note that the current values mean the same as those before the assignments."""

@@ -16,6 +16,7 @@ from rkmate import device as devices
 from rkmate.device import Statistics
 from rkmate.device.statistics import PeakWatch
 from rkmate.errors import ArgumentError, CaptureError
+from rkmate.graph.capture.effects import leaves_of
 from rkmate.graph.capture.refusals import refuse_data_parallelism
 from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.settings import NewShape as NewShape
@@ -123,7 +124,7 @@ class PlannedModule(StandIn):
         """Plan for calls like this one. `plan`: a plan to follow. Raises `PlanError` if it does not fit."""
         key, tensors = guards_of(self._reader, args, kwargs)
         known = self._plans.make(key, args, kwargs, plan)
-        self._reader.follow(known.capture.assigned)
+        self._reader.follow(known.capture)
         self.__dict__["_latest"] = self._plans.current(known, known.capture.given(tensors))
 
     def _set_up(self, planning: Planning, saved: tuple[Plan | Prototype, ...], verify: bool,
@@ -144,7 +145,7 @@ class PlannedModule(StandIn):
         lengths."""
         for some, named in lengths.samples(args, kwargs):
             key, _ = guards_of(self._reader, some, named)
-            self._reader.follow(self._plans.make(key, some, named).capture.assigned)
+            self._reader.follow(self._plans.make(key, some, named).capture)
         self.__dict__["_lengths"] = lengths
 
     @property
@@ -222,7 +223,8 @@ class PlannedModule(StandIn):
         first = self._first_step(latest)
         return latest.compiled(tensors, redo, first.finish if first is not None else None,
                                lambda call: opened.add(call, latest.plan), self._plans.reads.call(),
-                               Original(self._run_again, self._reader, key), verify)
+                               Original(self._run_again, self._reader, key), verify,
+                               lambda: leaves_of(args, kwargs))
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original's forward once more, because its backward has to leave a graph."""
@@ -274,7 +276,7 @@ class PlannedModule(StandIn):
             warn(f"a call differs from the planned ones in {self._plans.differing(key)}, and such a call "
                  f"cannot be planned: the original module runs instead, without a budget. {error}")
             return None
-        self._reader.follow(known.capture.assigned)
+        self._reader.follow(known.capture)
         return known
 
     def _note_unplanned(self, key: Guards) -> None:

@@ -52,6 +52,9 @@ def check_plan(plan: Plan, step: PlannedStep) -> None:
     if written := step.caller.written_inputs:
         raise ArgumentError(f"{_OPTION} runs on copies of the arguments, and the forward writes to tensor "
                             f"{min(written)} among them (counted from 0), which the caller would not see")
+    if step.capture.effects.objects:
+        raise ArgumentError(f"{_OPTION} runs on copies of the arguments, and the forward changes an object "
+                            "among them, which the caller would not see")
     if plan.deferred:
         raise ArgumentError(f"{_OPTION} writes over what a forward has left, and this plan has outputs "
                             'that are computed later: rkmate.Settings(deferred_outputs="never")')
@@ -131,6 +134,8 @@ class RecordedStep:
         flat = list(_Replayed.apply(self, tensors, *targets))
         for i in step.outputs.unplanned:
             flat[i] = _Refused.apply(flat[i], *targets)
+        if step.capture.effects:
+            step.capture.effects.repeat(tuple, [*tensors[:step.capture.inputs.count], *flat])
         return step.capture.result.fill(flat)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor | None]]:

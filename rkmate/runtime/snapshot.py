@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -199,10 +199,19 @@ class Attributes:
 
     plain: tuple[Attribute, ...]
     boxes: tuple[Box, ...]
+    left_out: Overrides = field(default_factory=dict)
+    """What each planned forward assigns: a key has these values of it."""
 
     def in_boxes(self) -> list[Any]:
         """Return the members of all boxes now."""
         return [t for box in self.boxes for t in box.members()]
+
+    def without(self, old: Overrides) -> Attributes:
+        """The attributes with some left out."""
+        left_out = {**old, **self.left_out}
+        # A box has no place in a key that it could keep.
+        return replace(self, left_out=left_out, boxes=tuple(
+            b for b in self.boxes if (id(b.holder.__dict__), b.name) not in left_out))
 
 
 def attributes_of(model: nn.Module) -> Attributes:
@@ -250,15 +259,16 @@ class Snapshot:
 def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overrides | None = None
              ) -> Snapshot:
     """Return the attributes as they are; with `overrides`, as they would be with those values."""
-    overrides = overrides or {}
+    overrides = {**attributes.left_out, **(overrides or {})}
     read: list[tuple[dict[str, Any], str, Any]] = []
     content: list[tuple[str, Any]] = []
     numbers: dict[int, int] = {}
     """Objects with attributes of their own, in the order in which they are met."""
     for holder, name, path in attributes.plain:
         d = holder.__dict__
-        value = d.get(name, MISSING)
-        read.append((d, name, value))
+        left_out = (id(d), name) in attributes.left_out
+        value = overrides[id(d), name] if left_out else d.get(name, MISSING)
+        read += [] if left_out else [(d, name, value)]
         if name == "forward" and _is_own(value, holder):
             value = MISSING
         if isinstance(value, RemovableHandle):
@@ -271,7 +281,8 @@ def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overr
         inside = [] if known else list(_leaves(value.__dict__, overrides))
         if hasattr(value, "save_pretrained"):
             inside = [(k, v) for k, v in inside if k not in _WRITTEN_BY_SAVING]
-        read += [(value.__dict__, k, v) for k, v in inside]
+        read += [(value.__dict__, k, v) for k, v in inside
+                 if (id(value.__dict__), k) not in attributes.left_out]
         # An object is the one that was met as such a number, and told by its content; one without
         # content by what `by_value` says.
         content.append((path, (type(value), numbers.setdefault(id(value), len(numbers)))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
+from torch._C import DispatchKey as DispatchKey
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 
@@ -58,6 +58,11 @@ def python_kernels_replaced(kernels: Mapping[OpOverload, Callable[..., Any] | No
             operator.py_kernels.clear()
             operator.py_kernels.update(old)
             operator._dispatch_cache.clear()
+
+
+def without_python_kernels() -> Any:
+    """Return a context in which operators run their kernels in C++, also those that were replaced."""
+    return torch._C._DisablePythonDispatcher()
 
 
 def below_autograd() -> Any:

@@ -27,6 +27,12 @@ def all_ordinary(tensors: Iterable[torch.Tensor]) -> bool:
     return _ORDINARY.issuperset(map(type, tensors))
 
 
+def is_unwrapped(value: Any) -> bool:
+    """Return whether this is a tensor or parameter of torch's own class, which no transform of torch.func
+    has wrapped."""
+    return type(value) in _ORDINARY and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Return how often a tensor's memory was written to. Views share the count."""
 base_of: Callable[[torch.Tensor], Any] = attrgetter("_base")

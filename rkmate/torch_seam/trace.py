@@ -7,7 +7,7 @@ import builtins
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rkmate.torch_seam import nodes
+from rkmate.torch_seam.schema import OpOverload
 
 RoleKind = Literal["parameter", "buffer", "piece", "input", "tangent", "output", "mutation", "gradient",
                    "token", "other"]
@@ -74,15 +75,18 @@ def is_tangent(node: fx.Node) -> bool:
     return isinstance(nodes.descriptor(node), D.TangentAOTInput)
 
 
-def export_joint(program: nn.Module, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+def export_joint(program: nn.Module, tensors: Sequence[torch.Tensor],
+                 instead: Mapping[OpOverload, Callable[..., Any]] | None = None) -> fx.GraphModule:
     """Return the joint graph of forward and backward, its inputs and outputs with descriptors.
 
-    Call `load` before contexts replace what the import binds.
+    instead: operator -> the function to trace in its place. Call `load` before contexts replace what the
+    import binds.
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     with ExitStack() as stack:
-        return aot_export_joint_with_descriptors(stack, program, tuple(tensors)).graph_module
+        return aot_export_joint_with_descriptors(stack, program, tuple(tensors),
+                                                 decompositions=dict(instead or {})).graph_module
 
 
 def load() -> None:

@@ -96,7 +96,7 @@ class _Buffered(nn.Module):
 
 def test_a_buffer_that_is_read_beside_recomputed_draws() -> None:
     model, x = _Buffered(), torch.randn(64, 8)
-    module = tightest(copy.deepcopy(model), x)
+    module = planned(copy.deepcopy(model), x, planner="recompute-all")
     assert "env.replay" in module.source
     assert_same_step(model, module, Sample(model, (x,), {}, lambda y: (y * y).sum()))
 

@@ -263,3 +263,39 @@ def test_a_loss_that_gives_no_gradient(outputs: int) -> None:
         assert all(p.grad is None for p in step.parameters())
     assert_same_step(model, module, Sample(
         model, (x.detach(),), {}, lambda y: sum((r * r).sum() for r in (y if outputs == 2 else (y,)))))
+
+
+@torch.library.custom_op("rkmate_tests::add_columns_", mutates_args=("total", "calls"))
+def _add_columns(x: torch.Tensor, total: torch.Tensor, calls: torch.Tensor, by: int = 1) -> torch.Tensor:
+    total.add_(x.sum(0))
+    calls.add_(by)
+    return x.mean(0)
+
+
+@_add_columns.register_fake
+def _(x: torch.Tensor, total: torch.Tensor, calls: torch.Tensor, by: int = 1) -> torch.Tensor:
+    return x.new_empty(x.shape[1:])
+
+
+class Columns(nn.Module):
+    """Calls a custom operator that writes to a buffer, and to a part of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("total", torch.zeros(8))
+        self.register_buffer("calls", torch.zeros(2, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = layer(x)
+            x = torch.tanh(x) + _add_columns(x.detach(), self.total, self.calls[1], by=k + 1)
+        return x
+
+
+@pytest.mark.parametrize("wrapper", [planned, tightest])
+def test_a_custom_operator_that_writes_to_buffers(wrapper: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Columns(), torch.randn(16, 8)
+    module = wrapper(copy.deepcopy(model), x)
+    assert_same_step(model, module, Sample(model, (x,), {}, lambda y: (y * y).sum()))

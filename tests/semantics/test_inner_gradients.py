@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import func, nn
 from torch.autograd import grad
 
 import rkmate
 from tests.equality import assert_same_step
 from tests.models import Sample
-from tests.semantics.steps import planned, three_budgets
+from tests.semantics.steps import assert_same_gradients, planned, three_budgets, tightest
 
 
 def _net() -> nn.Sequential:
@@ -93,3 +93,53 @@ def test_an_input_without_gradient_fails_as_in_the_original() -> None:
 
     with pytest.raises(rkmate.CaptureError, match="does not require grad"):
         planned(Slope(), torch.randn(8, 3))
+
+
+class Transforms(nn.Module):
+    """Derivatives of a small network by the transforms of torch.func."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), kind
+
+    def _energy(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.net(x).sum()
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor
+        weights = dict(self.net.named_parameters())
+        if self.kind == "grad":
+            found = func.grad(self._energy)(x)
+        elif self.kind == "of each row":
+            found = func.vmap(func.grad(self._energy))(x)
+        elif self.kind == "vjp":
+            out, back = func.vjp(self.net, x)
+            found, = back(torch.ones_like(out))
+        elif self.kind == "of weights":
+            slopes = func.grad(lambda w: func.functional_call(self.net, w, (x,)).square().mean())(weights)
+            found = func.functional_call(self.net, {k: w - 0.1 * slopes[k] for k, w in weights.items()}, (x,))
+        else:
+            transform = {"jacrev": func.jacrev, "jacfwd": func.jacfwd, "hessian": func.hessian}[self.kind]
+            found = func.vmap(transform(self._energy))(x)
+        return found
+
+
+@pytest.mark.parametrize("kind", ["grad", "of each row", "vjp", "of weights", "jacrev", "jacfwd", "hessian"])
+def test_transforms_of_torch_func(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = Transforms(kind), torch.randn(4, 3)
+    for wrapper in (planned, tightest):
+        assert_same_gradients(model, wrapper(model, x), lambda run: run(x).square().sum())
+
+
+def test_a_transform_of_a_tensor_that_is_closed_over_is_refused() -> None:
+    """Its gradient would be lost without a word, inside of a transform, too."""
+    outside = torch.randn(3, requires_grad=True)
+
+    class Closed(Transforms):
+        def _energy(self, x: torch.Tensor) -> torch.Tensor:
+            return super()._energy(x * outside)
+
+    with pytest.raises(rkmate.CaptureError, match="does not find as a parameter"):
+        planned(Closed("grad"), torch.randn(4, 3))

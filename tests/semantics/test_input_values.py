@@ -267,3 +267,66 @@ def test_only_what_leads_to_a_value_runs_before_a_step() -> None:
 
     found = _recipe(Scaled(fn), (torch.randn(6, 6), torch.tensor([1, 2, 3])))
     assert found is not None and [len(s.steps) for s in found.segments] == [2] and found.bytes == 0
+
+
+class Decides(nn.Module):
+    """Asks for values of constants, of an attribute, and of buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.times = torch.linspace(0, 1, 3)
+        self.ready: torch.Tensor
+        self.register_buffer("ready", torch.tensor(False))
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert (self.times[1:] > self.times[:-1]).all()
+        for a in torch.linspace(0, 1, 3).tolist():
+            x = x + a * self.layer(x)
+        if not self.ready:
+            x = x.tanh()
+        self.ready.fill_(True)
+        return x * float(self.scale)
+
+
+def test_values_of_constants_and_buffers() -> None:
+    """A plan for each value that was found; values of constants take none of their own."""
+    torch.manual_seed(0)
+    model, x = Decides(), torch.randn(2, 4)
+    original = copy.deepcopy(model)
+    module = planned(model, x)
+    for scale, plans in ((2.0, 1), (2.0, 2), (2.0, 2), (3.0, 3)):
+        for holder, run in ((original, original), (model, module)):
+            holder.scale.fill_(scale)       # type: ignore[operator,union-attr]
+            holder.zero_grad()
+            run(x).sum().backward()
+        assert len(module._plans) == plans
+        assert torch.equal(original.layer.weight.grad, model.layer.weight.grad)     # type: ignore[arg-type]
+        assert model.ready
+
+
+def test_values_of_constants_alone_take_no_recipe() -> None:
+    class Sums(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * sum(torch.linspace(0, 1, 5).tolist())
+
+    assert capture(Sums(4, 4), (torch.randn(2, 4),), {}).recipe is None
+
+
+def test_a_number_of_a_buffer_that_the_forward_changes_is_refused() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.calls: torch.Tensor
+            self.register_buffer("calls", torch.tensor(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factor = 1 / (1 + int(self.calls))
+            self.calls += 1
+            out: torch.Tensor = self.layer(x) * factor
+            return out
+
+    with pytest.raises(rkmate.CaptureError, match="'calls', which it changes"):
+        planned(Counts(), torch.randn(2, 4))

@@ -111,14 +111,19 @@ def test_objects_with_slots_and_arrays_are_compared_by_what_they_hold() -> None:
         assert len(module._plans) == plans
 
 
-def test_an_object_that_the_forward_fills_is_refused() -> None:
+def test_an_object_that_the_forward_fills_is_filled() -> None:
     class Fills(nn.Linear):
         def forward(self, batch: Batch) -> torch.Tensor:
             batch.x = super().forward(batch.x)
             return batch.x.relu()
 
-    with pytest.raises(rkmate.CaptureError, match="changes the Batch"):
-        planned(Fills(8, 8), Batch(torch.randn(2, 8)))
+    model, x = Fills(8, 8), torch.randn(2, 8)
+    module = planned(model, Batch(x))
+    for run in (model, module):
+        batch = Batch(x)
+        out = run(batch)
+        assert batch.x is not x and torch.equal(batch.x, nn.functional.linear(x, model.weight, model.bias))
+        assert torch.equal(out, batch.x.relu())
 
 
 def test_inputs_that_require_gradients() -> None:

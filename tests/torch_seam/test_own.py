@@ -51,19 +51,21 @@ def test_one_place_defines_operators() -> None:
 
 
 @pytest.mark.parametrize(("question", "names"), [
-    ("reads_host", {"opaque", "opaque_backward", "ctc_loss", "ctc_loss_backward"}),
+    ("reads_host", {"opaque", "opaque_backward", "ctc_loss", "ctc_loss_backward", "written"}),
     ("uses_autograd", {"opaque", "opaque_backward", "recurrent_layer", "product_backward",
-                       "cumulative_product_backward"}),
+                       "cumulative_product_backward", "written"}),
     ("direct", {"cross_entropy_backward.out", "cudnn_batch_norm", "cudnn_rnn", "cudnn_rnn_backward"}),
     ("linear", {"cross_entropy_backward", "cross_entropy_backward.out"}),
     ("rows_like", {"cross_entropy_backward"}),
-    ("in_place", {"scale", "cross_entropy_backward", "batch_norm_backward", "add_embedding_rows"}),
-    ("stands_for", {"mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"}),
+    ("in_place", {"scale", "cross_entropy_backward", "batch_norm_backward", "add_embedding_rows",
+                  "bernoulli"}),
+    ("stands_for", {"col2im", "mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"}),
     ("temporaries", {"cross_entropy_backward", "cross_entropy_backward.out", "batch_norm_backward",
                      "batch_norm_backward.over", "batch_norm_by_groups", "add_embedding_rows",
-                     "add_embedding_rows.out", "add_embedding_gradient", "add_convolution_gradient"}),
+                     "add_embedding_rows.out", "add_embedding_gradient", "add_convolution_gradient",
+                     "dropout", "bernoulli", "bernoulli_"}),
     ("flops", {"add_convolution_gradient", "add_embedding_gradient"}),
-    ("gradient", {"product", "cumulative_product", "ctc_loss", "cudnn_rnn"}),
+    ("gradient", {"product", "cumulative_product", "ctc_loss", "cudnn_rnn", "dropout"}),
 ])
 def test_of_which_operators_something_is_known(question: str, names: set[str]) -> None:
     assert {name for name, record in records().items() if getattr(record, question)} == names
@@ -86,4 +88,5 @@ def test_rules_of_torchs_that_hold_for_an_operator_exist() -> None:
 
 def test_operators_that_draw_are_tagged() -> None:
     seeded = torch.Tag.nondeterministic_seeded
-    assert {n for n, o in operators().items() if seeded in o.tags} == {"opaque"}
+    assert {n for n, o in operators().items() if seeded in o.tags} == {
+        "opaque", "dropout", "bernoulli", "bernoulli_"}

@@ -20,11 +20,19 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
+from rkmate.graph.capture.effects import (
+    Effects,
+    found_effects,
+    is_state,
+    read_before,
+    repeated,
+    told_apart,
+)
 from rkmate.graph.capture.opaque import Opaque, with_opaque
 from rkmate.graph.capture.recipe import Recipe
 from rkmate.graph.capture.refusals import explained, has_generator, is_data_dependent
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
-from rkmate.graph.capture.state import Assigned, HostDraws, PythonState, all_transient
+from rkmate.graph.capture.state import MISSING, Assigned, HostDraws, PythonState
 from rkmate.graph.capture.structure import Structure, piece_name, take_apart
 from rkmate.graph.capture.values import (
     Values,
@@ -32,14 +40,13 @@ from rkmate.graph.capture.values import (
     drop_unused,
     from_inputs,
     is_stopped_by_values,
-    may_be_asked,
 )
-from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import pytree, tensors_in
+from rkmate.torch_seam.modules import buffers_of
 from rkmate.torch_seam.nodes import VALUE, descriptor
 from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError, noting_inner_gradients
 from rkmate.torch_seam.patches.features import INNER, check_once
-from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE
+from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW
 from rkmate.torch_seam.tensors import FakeTensor, storage_id
 from rkmate.torch_seam.trace import Role, export_joint, load, quiet, role_of
 from rkmate.torch_seam.versions import is_off
@@ -90,8 +97,10 @@ class Capture:
     differentiable: tuple[bool, ...]
     """Whether each output carries a gradient."""
     assigned: tuple[Assigned, ...] = ()
-    """Attributes of objects (not of modules) that the forward has left changed; a trace from either
-    value is the same."""
+    """Attributes of objects (not of modules) that a first forward has left changed, and later ones do not
+    assign; a trace from either value is the same."""
+    effects: Effects = Effects()
+    """What the forward leaves changed. Its tensors are among the outputs, after those of the result."""
     recipe: Recipe | None = None
     """Computes the graph's further inputs, which follow the arguments' tensors in number; None if the forward
     needs no values."""
@@ -110,6 +119,9 @@ class _Found:
     structure: Structure | None = None
     assigned: Sequence[Assigned] = ()
     """Attributes that the forward has assigned: the tracer takes some of them back."""
+    effects = Effects()
+    outputs = 0
+    """Tensors that it has returned, or left changed."""
     differentiates: bool = False
     """Whether it asks for a gradient by itself."""
 
@@ -128,20 +140,20 @@ class _Flat(nn.Module):
         self._before = before
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        begin(tensors)
+        begin(tensors, self.model)
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
         with repaired("forward", self.model), contextlib.nullcontext() if is_off(INNER) else \
                 noting_inner_gradients(self.found.note_gradient):
             out = self.model(*args, **kwargs)
-        for name, ids in self._inputs.held_by_objects(args, kwargs).items():
-            if ids != before[name]:
-                raise CaptureError(
-                    f"{type(self.model).__name__} changes the {name} that it gets as an argument; a "
-                    "captured step would not repeat that. Let the forward return the new values.")
+        changed = [(k, held) for k, (held, ids) in self._inputs.held_by_objects(args, kwargs).items()
+                   if ids != before[k][1]]
         flat, structure = take_apart(out, result=True)
         self.found.structure = structure
         self.found.assigned = self._before.assigned()
+        self.found.effects, every = found_effects(self.found.assigned, changed, [*tensors, *flat])
+        flat = every[len(tensors):]
+        self.found.outputs = len(flat)
         # A copy of each output keeps the graph's outputs free of aliases (of inputs, of each
         # other); simplification drops the copies again.
         return [t.clone() for t in flat]
@@ -160,35 +172,90 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """Return the joint graph of one training step. Raises `CaptureError`, `ArgumentError`.
 
     `opaque`: submodules that run as they are, each call as one operation. The model is left as it was:
-    parameters, buffers, gradients, train flags, random state and Python attributes. Only the attributes of
-    the objects that it holds (a configuration, which a library completes in the first forward) are as a
-    forward leaves them.
+    parameters, buffers, gradients, train flags, random state and Python attributes. Only what a first forward
+    completes (a configuration, a table that later ones read) is as a first forward leaves it.
     """
     check_once()
     return with_opaque(model, opaque, lambda: _whole(model, args, kwargs))
 
 
+class _NotRepeated(CaptureError):
+    """A second forward does something else than the first, as that has left attributes changed."""
+
+    learns = False
+    """Whether what the first has left leads to parameters."""
+
+
 def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
-    before = PythonState(model)
+    try:
+        return _of_one_call(model, args, kwargs)
+    except _NotRepeated as error:
+        if error.learns or any(devices.of(t).elsewhere is not None for t in model.parameters()):
+            raise
+        before = PythonState(model)
+        try:
+            _complete(model, args, kwargs)
+            return _of_one_call(model, args, kwargs)
+        except CaptureError:
+            before.restore()
+            raise error from None
+
+
+def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run a forward, as its first call may make what later ones read (tables, say): that stays. Its random
+    draws, and what it writes to buffers, do not. Raises `CaptureError` where it resizes a buffer, or where a
+    second call returns something else."""
+    tensors, structure = take_apart((args, kwargs), result=False)
+    before = [(name, t, t.detach().clone()) for name, t in model.named_buffers()]
+    results = []
+    for _ in range(2):
+        with unchanged_random_state(*devices.in_use()), torch.no_grad():
+            given, named = structure.fill([t.detach().clone() for t in tensors])
+            results.append(take_apart(model(*given, **named), result=True)[0])
+            for name, t, value in before:
+                if t.shape != value.shape:
+                    raise CaptureError(resizes(model, name))
+                t.copy_(value)
+    if len(results[0]) != len(results[1]) or not all(map(torch.equal, *results)):
+        raise CaptureError("a second call returns something else")
+
+
+def resizes(model: nn.Module, name: str) -> str:
+    """What is wrong with a buffer that the first call makes larger, and what to do."""
+    return (f"{type(model).__name__}: the forward resizes the buffer {name!r}, which a captured step would "
+            "not repeat. Where only the first call does so (observers of torch.ao.quantization), call the "
+            "model once before it is wrapped")
+
+
+def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+    before = start = PythonState(model)
     draws = HostDraws()
     kept: list[Assigned] = []
     try:
         result, assigned = _capture(model, args, kwargs)
         draws.refuse_change(model)
+        state = [a for a in read_before(result.effects, result.constants.values()) if is_state(a)]
+        if state:                   # they are read and written, as buffers are
+            before.restore()
+            for a in state:
+                buffers_of(a.holder)[a.name] = a.holder.__dict__.pop(a.name)
+            start = PythonState(model)
+            result, assigned = _capture(model, args, kwargs)
         # A second trace from where the first has left the attributes: an equal graph means that the
         # forward does not read what it keeps.
-        if assigned and not (all_transient(assigned)
-                             and _is_repeated(result, model, args, kwargs, before, assigned)):
+        effects = _repeated(result, model, args, kwargs, start, assigned) if assigned else result.effects
+        if effects is None:
             names = ", ".join(dict.fromkeys(a.path for a in assigned[:5]))
-            raise CaptureError(
+            error = _NotRepeated(
                 f"{type(model).__name__}: the forward assigns {names}; a captured step would not "
                 "repeat that. Keep such state in a buffer (register_buffer), or return it.")
-        kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)]
-        lost = [a.path for a in assigned if a.makes_tensors()]
-        if lost:
-            warn(f"{type(model).__name__}: the forward leaves tensors in the new attributes "
-                 f"{', '.join(lost[:5])}; a planned step does not")
-        return replace(result, assigned=tuple(kept))
+            error.learns = any(t.requires_grad for a in assigned for t in tensors_in(a.new))
+            raise error
+        # What only the first forward assigns is assigned now; in a module it may say that hooks were added.
+        written = {w.place for w in effects.attributes}
+        kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)
+                and (id(a.holder.__dict__), a.name) not in written]
+        return replace(result, assigned=tuple(kept), effects=effects)
     finally:
         draws.restore()
         before.restore()
@@ -196,21 +263,23 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
             a.repeat()
 
 
-def _is_repeated(first: Capture, *of: Any) -> bool:
-    try:
-        return _text(first) == _text(_again(*of))
-    except CaptureError:
-        return False        # it stumbles over what the first has left
-
-
-def _again(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], before: PythonState,
-           assigned: Sequence[Assigned]) -> Capture:
+def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+              before: PythonState, assigned: Sequence[Assigned]) -> Effects | None:
+    """What each forward leaves changed; None where a second one does something else than the first."""
     left = PythonState(model)
     before.restore()
     left.restore_hooks()              # those that the first trace has installed belong to it
     for a in assigned:
         a.repeat()
-    return _capture(model, args, kwargs)[0]
+        if a.new is not MISSING:
+            a.holder.__dict__[a.name] = told_apart(a.holder.__dict__[a.name])
+    try:
+        second, again = _capture(model, args, kwargs)
+    except CaptureError:
+        return None             # it stumbles over what the first has left
+    if _text(first) != _text(second) or read_before(first.effects, first.constants.values()):
+        return None
+    return repeated(first.effects, again, type(model).__name__)
 
 
 def _text(found: Capture) -> str:
@@ -250,22 +319,21 @@ def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],
 
 def _capture(model: nn.Module, args: tuple[Any, ...],
              kwargs: dict[str, Any]) -> tuple[Capture, Sequence[Assigned]]:
-    """Return the capture of a forward that asks for no values; else, where it asks for those of its inputs
-    alone, the capture for inputs that answer as these do."""
+    """Return the capture of a forward that asks for no values; else, where it asks for those of its inputs,
+    buffers and constants alone, the capture for such that answer as these do."""
     before = PythonState(model)
     try:
         return _once(model, args, kwargs, None)
     except CaptureError as error:
         cause, given = error.__cause__, take_apart((args, kwargs), result=False)[0]
-        if not isinstance(cause, Exception) or not is_stopped_by_values(cause) \
-                or not any(map(may_be_asked, given)):
+        if not isinstance(cause, Exception) or not is_stopped_by_values(cause):
             raise
         before.restore()
-        with from_inputs(given) as values:
+        with from_inputs(model, given) as values:
             try:
                 return _once(model, args, kwargs, values)
             except CaptureError:
-                if values.asked:            # the first obstacle is none, and there is another
+                if values.answered:         # the first obstacle is none, and there is another
                     raise
                 raise error from cause
 
@@ -284,7 +352,7 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         program = None
         try:
             program = _export(flat, tuple(tensors), values)
-            module = export_joint(program, tensors)
+            module = export_joint(program, tensors, WRITTEN_ANEW)
             structure = flat.found.structure
             assert structure is not None
         except (ClosedOverError, OwnBackwardError) as error:
@@ -294,11 +362,13 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         except Exception as error:
             raise explained(model, args, kwargs, error, program) from error
     repair_joint(module.graph)
-    return _read(module, model, program, inputs, structure, values), flat.found.assigned
+    found = _read(module, model, program, inputs, structure, values, flat.found.outputs)
+    return replace(found, effects=flat.found.effects), flat.found.assigned
 
 
 def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
-          inputs: Structure, structure: Structure, values: Values | None) -> Capture:
+          inputs: Structure, structure: Structure, values: Values | None, count: int) -> Capture:
+    """`count`: of the outputs."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     held = dict(program.named_buffers(remove_duplicate=False))
@@ -352,8 +422,9 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
                 continue
             constants[node.target] = value.detach()
             sources[node] = Source("constant", node.target)
+    shapes = {s: n.meta[VALUE].shape for n, s in sources.items() if VALUE in n.meta}
     output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
-    outputs: list[torch.fx.Node | None] = [None] * structure.count
+    outputs: list[torch.fx.Node | None] = [None] * count
     mutations: list[tuple[Source, torch.fx.Node]] = []
     grads: list[tuple[Source, torch.fx.Node]] = []
     for node, said in zip(output.args[0], descriptor(output), strict=True):
@@ -363,7 +434,10 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
         if role.kind == "output":
             outputs[role.index] = node
         elif role.kind == "mutation" and role.of is not None:
-            mutations.append((source(role.of, said), node))
+            target, shape = source(role.of, said), node.meta[VALUE].shape
+            if target.kind == "buffer" and shape != shapes.get(target, shape):
+                raise CaptureError(resizes(model, str(target.key)))
+            mutations.append((target, node))
         elif role.kind == "gradient" and role.of is not None:
             of = source(role.of, said)
             if node.meta[VALUE].layout is not torch.strided:
@@ -374,9 +448,14 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
         else:
             raise CaptureError(f"{type(model).__name__}: the captured graph has an output of a kind "
                                f"that is not supported: {said}")
+    changing = set() if values is None else values.numbers & {str(s.key) for s, _ in mutations}
+    if changing:
+        raise CaptureError(f"{type(model).__name__}: the forward reads a number from the buffer "
+                           f"{min(changing)!r}, which it changes, too: each number would take a plan of its "
+                           "own. Compute with the buffer instead, or decide outside of the forward")
     tangents = {s.key for s in sources.values() if s.kind == "tangent"}
     return Capture(module.graph, sources, tuple(outputs), tuple(mutations), tuple(grads), inputs,
-                   structure, constants, tuple(i in tangents for i in range(structure.count)), recipe=recipe)
+                   structure, constants, tuple(i in tangents for i in range(count)), recipe=recipe)
 
 
 # -- On a device that is not here ------------------------------------------------------------------

@@ -288,9 +288,9 @@ def traced_as_one(module: nn.Module, name: str) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given, inputs = take_apart((args, kwargs), result=False)
-        if inputs.held_by_objects(args, kwargs):
-            raise OpaqueError(name, "it takes an object that holds tensors "
-                                    f"({', '.join(inputs.held_by_objects(args, kwargs))})")
+        objects = [type(held).__name__ for held, _ in inputs.held_by_objects(args, kwargs).values()]
+        if objects:
+            raise OpaqueError(name, f"it takes an object that holds tensors ({', '.join(objects)})")
         if any(not isinstance(n, int) for t in given for n in t.shape):
             raise OpaqueError(name, f"the shapes of its arguments {_DEPEND}")
         now = dict(_state_of(module))

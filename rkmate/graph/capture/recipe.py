@@ -54,9 +54,12 @@ class Segment:
     steps: tuple[Step, ...]
     given: tuple[tuple[int, bool], ...]
     """Slots of the last step's results that the plan gets, each with whether it gets a copy."""
+    held: tuple[tuple[int, Callable[[], torch.Tensor]], ...] = ()
+    """Slots of tensors that are none of the arguments (buffers), each with what looks one up."""
 
     def run(self, slots: dict[int, torch.Tensor], given: list[torch.Tensor]) -> str:
         """Run the segment and return what is observed."""
+        slots.update((n, get()) for n, get in self.held)
         for step in self.steps:
             out = step.run(slots)
         given += (slots[n].clone() if copied else slots[n] for n, copied in self.given)
@@ -166,6 +169,13 @@ class Builder:
         """The step that a slot comes from."""
         self._observations: list[tuple[int, str, tuple[int, ...]]] = []
         """For each observation: its step, its text, and the slots that the plan may get."""
+        self._held: dict[int, Callable[[], torch.Tensor]] = {}
+
+    def hold(self, get: Callable[[], torch.Tensor]) -> int:
+        """Return a number for a tensor that is none of the arguments, and is looked up at each call."""
+        slot = self.new_slot()
+        self._held[slot] = get
+        return slot
 
     def new_slot(self) -> int:
         """Return a number for a tensor."""
@@ -196,8 +206,10 @@ class Builder:
             needed = self._needed(number) - done
             done |= needed
             steps = [self._steps[k].step for k in sorted(needed) if k != number]
-            segments.append(Segment((*steps, self._steps[number].step),
-                                    tuple((s, copied[s]) for s in given if s in copied)))
+            steps.append(self._steps[number].step)
+            read = {s.number for step in steps for s in _slots((step.args, step.kwargs))}
+            segments.append(Segment(tuple(steps), tuple((s, copied[s]) for s in given if s in copied),
+                                    tuple((n, get) for n, get in self._held.items() if n in read)))
         return Recipe(tuple(segments), tuple(what for _, what, _ in self._observations), size)
 
     def _needed(self, number: int) -> set[int]:

@@ -151,6 +151,10 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         if hooks:
             warn(f"{where} has forward hooks: their computations are part of the plan, and other "
                  "effects happen only while the model is traced")
+        if type(m).__name__ == _FUSED and m.is_per_channel and not m.activation_post_process.min_val.numel():
+            raise CaptureError(f"{where} is a {_FUSED} that makes a scale for each channel in its first "
+                               "call, which a captured step would not repeat: call the model once before it "
+                               "is wrapped")
         if isinstance(m, torch.jit.ScriptModule):
             raise ArgumentError(f"{where} is a TorchScript module, which cannot be captured: use the module "
                                 "that it was made from instead")

@@ -24,14 +24,18 @@ from rkmate.torch_seam.patches import features
 from rkmate.torch_seam.patches.attention import attention_of_the_device
 from rkmate.torch_seam.patches.autograd import (
     backward_without_autocast,
+    casts_kept_in_regions,
     closed_over_as_buffers,
+    leaves_noted,
     lost_tensors_refused,
+    regions_entered_in_place,
+    regions_left_after_errors,
     regions_marked,
     tag_what_needs_the_loss,
-    traced_node_by_node,
 )
 from rkmate.torch_seam.patches.cudnn_batch_norm import batch_norms_as_eager_chooses
 from rkmate.torch_seam.patches.custom_functions import kept_whole, run_as_they_are
+from rkmate.torch_seam.patches.custom_operators import writes_as_values
 from rkmate.torch_seam.patches.layouts import as_kernels_return_them
 from rkmate.torch_seam.patches.libraries import (
     masks_as_in_eager_mode,
@@ -44,11 +48,16 @@ from rkmate.torch_seam.patches.modules import (
     new_buffers_as_writes,
     standing_modules_stay,
 )
-from rkmate.torch_seam.patches.numerics import as_eager_computes, checks_by_value_refused
+from rkmate.torch_seam.patches.numerics import (
+    as_eager_computes,
+    checks_by_value_refused,
+    zeros_with_memory,
+)
 from rkmate.torch_seam.patches.recurrent import (
     as_eager_runs_them,
     gates_as_eager_computes,
     make_recurrent_layers_whole,
+    types_of_fused_layers,
 )
 from rkmate.torch_seam.versions import is_off
 
@@ -124,6 +133,10 @@ PATCHES = (
           "operations that the forward computes in float32 (attention with dropout). Eager mode calls the "
           "backward after the autocast region.",
           _of_any_model(backward_without_autocast), feature=features.AUTOCAST),
+    Patch("casts of weights under autocast",
+          "A trace casts a weight at each of its uses. Eager mode casts it once in an autocast region, keeps "
+          "that one cast, and adds up its gradients in the region's type.",
+          _of_any_model(casts_kept_in_regions), feature=features.CASTS),
     Patch("cumulative batch norms",
           "With `momentum=None`, a batch norm reads its number of batches from a buffer, which no static "
           "graph can do. The factor stays a tensor.",
@@ -138,6 +151,10 @@ PATCHES = (
           "tensor, which kernels process row by row: other elements are left for the scalar version, which "
           "rounds differently.",
           _of_any_model(gates_as_eager_computes), feature=features.GATES),
+    Patch("types of an LSTM",
+          "Under autocast, eager mode gives an LSTM to the fused layer, which returns autocast's type. "
+          "Torch's decomposition returns float32 there, and so would be followed by other casts.",
+          _of_any_model(types_of_fused_layers), feature=features.GATES),
     Patch("layouts",
           "Some kernels return other strides than fake tensors say. Strides decide which copies are made, "
           "and in which order a later sum is taken.",
@@ -201,6 +218,10 @@ PATCHES = (
           "Operations carry the number of their region, so that a plan can say what checkpointing would "
           "take.",
           _of_any_model(regions_marked), (), features.REGIONS, around="export"),
+    Patch("autocast and no-grad regions",
+          "An export makes a graph of its own of such a region, loses a no-grad region inside of an autocast "
+          "region, and takes the latter apart into several: they are entered and left in the graph itself.",
+          _of_any_model(regions_entered_in_place), feature=features.FLAT_REGIONS, around="export"),
 )
 """In the order in which they are entered."""
 
@@ -217,10 +238,13 @@ PROGRAM_REWRITES: tuple[Rewrite[fx.GraphModule], ...] = (
             "The trace of the gradients does not accept a tensor that is not a parameter, buffer or "
             "argument of the module. It becomes a buffer of the exported program.",
             closed_over_as_buffers),
-    Rewrite("nested graphs",
-            "Operations in an autocast or no-grad region form a separate graph, which the joint trace calls "
-            "as one function: they would lose their modules and checkpointed regions.",
-            traced_node_by_node),
+    Rewrite("leaves under autocast",
+            "Autocast keeps casts of leaves that require a gradient. In the trace of the gradients no tensor "
+            "is one, so the exported program says which of its tensors are.",
+            leaves_noted, feature=features.CASTS),
+    Rewrite("regions that fail",
+            "A trace that fails in the middle of an autocast region would leave it open.",
+            regions_left_after_errors, feature=features.FLAT_REGIONS),
 )
 """Changes of the exported forward, before the joint graph is traced from it; in the order of their work."""
 
@@ -230,6 +254,14 @@ TRACE_REWRITES: tuple[Rewrite[fx.Graph], ...] = (
             "and a trace does not know its size. It is replaced by an operation that always makes the "
             "workspace.",
             make_recurrent_layers_whole),
+    Rewrite("tangents that are zero",
+            "Forward-mode derivatives (`torch.func.jvp`, `hessian`) begin with zeros that have no memory, "
+            "which nothing after the trace can read.",
+            zeros_with_memory, feature=features.NUMERICS),
+    Rewrite("custom operators that write",
+            "A custom operator that writes to its arguments is a higher-order operation in a trace, whose "
+            "first argument is the operator: it becomes an operation on tensors.",
+            writes_as_values),
     Rewrite("cuDNN's batch norms",
             "Eager mode passes most batch norms on GPUs to cuDNN. A trace uses torch's own kernels, three "
             "for one, for all of them.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from rkmate.errors import CaptureError
-from rkmate.torch_seam.containers import pytree, tensors_in
+from rkmate.graph.capture.structure import take_apart
+from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.modules import HOOKS, REGISTRIES, WEIGHT_LISTS, forward_pre_hooks_of
 from rkmate.torch_seam.patches.libraries import weight_made_by
 
@@ -33,20 +34,15 @@ class Assigned:
     new: Any
 
     def repeat(self) -> None:
-        """Assign it again; zeros where it was a traced tensor that no attribute was there for."""
+        """Assign it again; with zeros in the place of traced tensors."""
         if self.new is MISSING:
             self.holder.__dict__.pop(self.name, None)
         elif not tensors_in(self.new):
             self.holder.__dict__[self.name] = self.new
-        elif self.makes_tensors():
-            self.holder.__dict__[self.name] = pytree.tree_map_only(
-                torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), self.new)
-
-    def makes_tensors(self) -> bool:
-        """Return whether it is a new attribute, of tensors in lists, tuples or dictionaries."""
-        leaves = pytree.tree_leaves(self.new)
-        return self.old is MISSING and len(tensors_in(self.new)) == sum(
-            isinstance(t, torch.Tensor) for t in leaves) > 0
+        elif not is_made_by_a_hook(self):
+            tensors, structure = take_apart(self.new, result=True)
+            self.holder.__dict__[self.name] = structure.fill([
+                torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
 
 
 class PythonState:
@@ -112,16 +108,11 @@ def _is_object(value: Any) -> bool:
         BuiltinFunctionType))
 
 
-def all_transient(assigned: Sequence[Assigned]) -> bool:
-    """Return whether a forward may assign these: numbers and other plain values, new attributes, and the
-    weights that torch's own (old) normalisations and pruning assign before each forward."""
-    for a in assigned:
-        known = {id(t) for t in tensors_in(a.old)}
-        fresh = any(id(t) not in known for t in tensors_in(a.new))
-        hooks = forward_pre_hooks_of(a.holder).values() if isinstance(a.holder, nn.Module) else ()
-        if fresh and not a.makes_tensors() and not any(weight_made_by(h) == a.name for h in hooks):
-            return False
-    return True
+def is_made_by_a_hook(assigned: Assigned) -> bool:
+    """Return whether torch's own (old) normalisations and pruning compute it before each forward."""
+    holder = assigned.holder
+    hooks = forward_pre_hooks_of(holder).values() if isinstance(holder, nn.Module) else ()
+    return any(weight_made_by(h) == assigned.name for h in hooks)
 
 
 class HostDraws:

@@ -60,11 +60,11 @@ class Structure:
                 leaves.append(copy.deepcopy(leaf, {_FILL: tensors}))
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def held_by_objects(self, args: Any, kwargs: Any) -> dict[str, list[int]]:
-        """Return, for each object that pytree does not know, by its type's name, the ids of its tensors."""
+    def held_by_objects(self, args: Any, kwargs: Any) -> dict[int, tuple[Any, list[int]]]:
+        """Return, for each object that pytree does not know, by its number among the leaves, the object and
+        the ids of its tensors."""
         leaves = pytree.tree_flatten((args, kwargs))[0]
-        return {f"{type(leaf).__name__} {k}": [id(t) for t in tensors_in(leaf)]
-                for k, leaf in enumerate(leaves)
+        return {k: (leaf, [id(t) for t in tensors_in(leaf)]) for k, leaf in enumerate(leaves)
                 if not isinstance(leaf, (*PLAIN, torch.Tensor))}
 
     def index_of(self, name: str) -> int | None:
@@ -120,16 +120,18 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     return list(attributes_in(value).items())
 
 
-def take_apart(value: Any, *, result: bool) -> tuple[list[torch.Tensor], Structure]:
-    """Return the tensors of `value`, in order, and the structure around them.
+def take_apart(value: Any, *, result: bool, after: Sequence[torch.Tensor] = ()
+               ) -> tuple[list[torch.Tensor], Structure]:
+    """Return the tensors of `value`, in order, and the structure around them. `after`: tensors that come
+    before them, and that a ``result`` may hold, too.
 
     Objects that pytree does not know, and that hold tensors, become skeletons. For a ``result``,
     the same tensor found twice is one slot; in arguments each occurrence has a slot of its own.
     Other objects are kept as they are: the model gets the very object.
     """
     flat, spec = pytree.tree_flatten(value)
-    tensors: list[torch.Tensor] = []
-    index: dict[int, int] = {}
+    tensors: list[torch.Tensor] = [*after]
+    index: dict[int, int] = {id(t): k for k, t in enumerate(tensors)}
 
     def slot(t: torch.Tensor) -> _Slot:
         if not result or id(t) not in index:

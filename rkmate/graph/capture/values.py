@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import getitem
 from typing import Any, Protocol
 
 import torch
@@ -37,9 +39,10 @@ from rkmate.graph.capture.recipe import (
 )
 from rkmate.graph.capture.refusals import is_data_dependent
 from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.modules import buffers_of
 from rkmate.torch_seam.own import Gradient, OwnOperator, register
 from rkmate.torch_seam.schema import OpOverload, schema_of
-from rkmate.torch_seam.tensors import base_of, outside_trace, storage_id, version_of
+from rkmate.torch_seam.tensors import base_of, is_unwrapped, outside_trace, storage_id, version_of
 from rkmate.torch_seam.trace import values_refused
 
 # -- CTC losses, told their longest target ---------------------------------------------------------
@@ -248,6 +251,7 @@ _UNSET = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_em
                     "backward"))
 _VIEWS = frozenset(("T", "mT", "H", "mH"))
 """Attributes that are tensors, views of another one."""
+_ARGUMENT, _CLOSED_OVER = "(argument)", "(closed over)"
 _LARGEST = 1 << 24
 """Bytes of a floating-point tensor that a twin is made of."""
 _KEPT = frozenset(("_assert", "sym_", "_guard"))
@@ -268,10 +272,10 @@ def may_be_asked(t: torch.Tensor) -> bool:
 
 
 @contextmanager
-def from_inputs(tensors: Sequence[torch.Tensor]) -> Iterator[Values]:
-    """Answer a forward's questions about the values of these tensors, while a model is captured for a call
-    with them."""
-    _here.values = values = Values(tensors)
+def from_inputs(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[Values]:
+    """Answer a forward's questions about the values of these tensors, of buffers and of constants, while a
+    model is captured for a call with them."""
+    _here.values = values = Values(model, tensors)
     try:
         # What depends on other values stops the trace where it is asked for.
         with values_refused():
@@ -291,11 +295,12 @@ def values_of_inputs(model: nn.Module) -> Iterator[None]:
             yield
 
 
-def begin(traced: Sequence[torch.Tensor]) -> None:
-    """Note the tensors that replace the arguments in the trace."""
+def begin(traced: Sequence[torch.Tensor], model: nn.Module) -> None:
+    """Note the tensors that replace the arguments in the trace, and the model, which has stand-ins for its
+    buffers."""
     values = getattr(_here, "values", None)
     if values is not None:
-        values.begin(traced)
+        values.begin(traced, model)
 
 
 @dataclass
@@ -323,8 +328,11 @@ class _Given:
 class Values:
     """The twins of one trace, and the recipe of what was asked of them."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
+        self._buffers = {name: (buffers_of(m), leaf, t) for path, m in model.named_modules()
+                         for leaf, t in buffers_of(m).items() if t is not None
+                         for name in (f"{path}.{leaf}" if path else leaf,)}
         self._start()
 
     def _start(self) -> None:
@@ -334,18 +342,30 @@ class Values:
         self._computed: dict[Any, Any] = {}
         """Known parts of calls that were computed already."""
         self._inputs: frozenset[int] = frozenset()
-        """Storages of the arguments' twins."""
+        """Storages of the twins of arguments and buffers."""
+        self._held: dict[int, tuple[torch.Tensor, str, int]] = {}
+        """Stand-ins for buffers, with their names and versions."""
+        self._origins: dict[int, frozenset[str]] = {}
+        """Of each slot, what its value depends on: names of buffers, `_ARGUMENT`; nothing for a constant."""
+        self.numbers: set[str] = set()
+        """The buffers that the forward reads numbers from."""
         self._autocast: list[Any] = []
         self.asked = False
+        """Whether what a call looks at may decide."""
+        self.answered = False
 
-    def begin(self, traced: Sequence[torch.Tensor]) -> None:
+    def begin(self, traced: Sequence[torch.Tensor], model: nn.Module) -> None:
         """Begin a forward on these tensors."""
         self._start()
+        self._held = {id(t): (t, name, version_of(t))
+                      for name, t in model.named_buffers(remove_duplicate=False)
+                      if name in self._buffers and t is not self._buffers[name][2]}
         self._autocast = _autocast()
         with outside_trace():
             for k, (t, real) in enumerate(zip(traced, self._tensors, strict=True)):
                 if may_be_asked(real):
                     self._known[id(t)] = _Known(t, real.detach().clone(), k, version_of(t))
+                    self._origins[k] = frozenset((_ARGUMENT,))
         self._inputs = frozenset(storage_id(k.twin) for k in self._known.values())
 
     @contextmanager
@@ -360,11 +380,33 @@ class Values:
         return None if known is None else known.twin
 
     def _of(self, t: Any) -> _Known | None:
-        known = self._known.get(id(t))
+        known = self._known.get(id(t)) or self._looked_up(t)
         if known is not None and known.version != version_of(t):
             self._forget(storage_id(known.twin))      # it was written to, who knows what
             return None
         return known
+
+    def _looked_up(self, t: Any) -> _Known | None:
+        """A buffer as it is before the forward, or a tensor that the forward closes over."""
+        held, name, real = self._held.get(id(t)), "", None
+        get: Callable[[], Any] | None = None
+        if held is not None and held[2] == version_of(t):
+            registry, leaf, real = self._buffers[held[1]]
+            name, get = held[1], partial(getitem, registry, leaf)
+        elif is_unwrapped(t) and not t.requires_grad and not t.is_inference():
+            name, get, real = _CLOSED_OVER, t.detach, t
+        if get is None or real is None or real.layout is not torch.strided or _is_large(real):
+            return None
+        with outside_trace():
+            twin = real.detach().clone()
+        slot = self._builder.hold(get)
+        self._origins[slot] = frozenset((name,))
+        self._inputs |= {storage_id(twin)}
+        known = self._known[id(t)] = _Known(t, twin, slot, version_of(t))
+        return known
+
+    def _origin(self, tensors: Sequence[torch.Tensor]) -> frozenset[str]:
+        return frozenset().union(*(self._origins.get(self._known[id(t)].slot, frozenset()) for t in tensors))
 
     def _forget(self, storage: int) -> None:
         self._known = {i: k for i, k in self._known.items() if storage_id(k.twin) != storage}
@@ -454,6 +496,7 @@ class Values:
         for t, r in zip(found, twins, strict=True):
             if id(t) not in self._known:
                 self._known[id(t)] = _Known(t, r, self._builder.new_slot(), version_of(t))
+                self._origins[self._known[id(t)].slot] = self._origin(tensors)
             slots.append(self._known[id(t)].slot)
         self._record(func, args, kwargs, tuple(slots), tensors, writes)
 
@@ -467,14 +510,21 @@ class Values:
         real, writes = ran
         leaves, spec = pytree.tree_flatten(real)
         twins = [t for t in leaves if isinstance(t, torch.Tensor)]
-        if writes or (twins and len(twins) != len(leaves)) or not all(
-                isinstance(x, (torch.Tensor, int, bool, str, type(None))) for x in leaves):
+        origin = self._origin(tensors)
+        read = (torch.Tensor, int, bool, str, type(None), *(() if _ARGUMENT in origin else (float, complex)))
+        if writes or (twins and len(twins) != len(leaves)) or not all(isinstance(x, read) for x in leaves):
             # A floating-point number is another one in each step: each would take a plan of its own.
             raise failed if error is not None else CaptureError(
                 f"the forward reads a floating-point number from its inputs ({func.__name__}), which is "
                 "another one in each step: compute with the tensor. rkmate.dtr runs such models")
+        self.answered = True
+        if not origin and not twins:            # of a constant, which no call changes
+            return real
         self.asked = True
+        if any(isinstance(x, (int, float)) and not isinstance(x, bool) for x in leaves):
+            self.numbers |= origin
         slots = tuple(self._builder.new_slot() for _ in twins)
+        self._origins.update(dict.fromkeys(slots, origin))
         step = self._record(func, args, kwargs, slots, tensors, frozenset())
         self._builder.observe(step, observed(real, twins), slots)
         if not twins:

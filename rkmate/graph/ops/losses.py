@@ -61,7 +61,7 @@ def scale_over(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 
 def _in_a_storage_of_its_own(theirs: OpOverload) -> OwnOperator:
-    """Return a loss of torch's whose result does not hold the storage of what it has summed up."""
+    """Return an operator of torch's whose result does not hold the storage of what it has summed up."""
 
     def alone(*args: Any) -> torch.Tensor:
         result: torch.Tensor = theirs(*args).clone()
@@ -87,8 +87,9 @@ register((
         temporaries=lambda inputs, outputs: bytes_of_part(outputs[0], 0), linear=True),
     OwnOperator("scale(Tensor x, Tensor by) -> Tensor", scale, in_place=Over("scale_", 0)),
     OwnOperator("scale_(Tensor(a!) x, Tensor by) -> Tensor(a!)", scale_over),
-    *map(_in_a_storage_of_its_own, _SUMMED_UP),
+    *map(_in_a_storage_of_its_own, (*_SUMMED_UP, aten.col2im.default)),
 ))
 CROSS_ENTROPY_BACKWARD, SCALE = own_operator("cross_entropy_backward"), own_operator("scale")
-STORAGES_OF_THEIR_OWN = {theirs: own_operator(operator_name(theirs)) for theirs in _SUMMED_UP}
+STORAGES_OF_THEIR_OWN = {theirs: own_operator(operator_name(theirs))
+                         for theirs in (*_SUMMED_UP, aten.col2im.default)}
 """Torch's operator -> the one with the same bits, whose result holds no larger storage than its own."""

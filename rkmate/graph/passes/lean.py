@@ -83,16 +83,20 @@ def _batch_norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
 # -- Reduced losses --------------------------------------------------------------------------------
 #
 # Torch's kernels of some losses compute each element's loss first and give the sum that tensor's storage: a
-# number that is held to the end of the step is as large as the outputs.
+# number that is held to the end of the step is as large as the outputs. `F.fold` (and the gradient of
+# `F.unfold`) does so on a CPU: its images hold a storage as large as the columns.
 
 _NO_REDUCTION = 0
 
 
 def storages_of_their_own(joint: Joint) -> None:
-    """Replace losses that are summed up by operators whose result has a storage of its own."""
+    """Replace losses that are summed up, and folds, by operators whose result has a storage of its own."""
     for node in joint.graph.nodes:
-        if node.target in STORAGES_OF_THEIR_OWN and not node.meta[VALUE].dim() \
-                and _reduction(node) != _NO_REDUCTION:
+        if node.target not in STORAGES_OF_THEIR_OWN:
+            continue
+        folds = node.target is aten.col2im.default
+        if devices.of(node.meta[VALUE]).cpu_kernels if folds else \
+                not node.meta[VALUE].dim() and _reduction(node) != _NO_REDUCTION:
             node.target = STORAGES_OF_THEIR_OWN[node.target]
 
 

@@ -81,8 +81,8 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             take_counters_off, ()),
     Rewrite("reduced losses",
             "Torch's kernels of some losses (`mse_loss`, `smooth_l1_loss`, `binary_cross_entropy`, "
-            "`soft_margin_loss`) return a number in a storage as large as their input. Held to the end of "
-            "the step, it would be memory that no plan counts.",
+            "`soft_margin_loss`) return a number in a storage as large as their input, and `F.fold` "
+            "images in one as large as its columns: memory that no plan counts.",
             storages_of_their_own),
     Rewrite("chunked kernels",
             "Torch's gradients of a wide cross entropy and of a wide batch norm allocate two or three "

@@ -130,6 +130,8 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
             if isinstance(a.holder, nn.Module) or tensors_in(a.new):
                 raise _Refused("assigns an attribute")
             recorder.note((a.path, repr(a.new)))
+        if flat.found.effects.objects:
+            raise _Refused("changes an object among its arguments")
         structure = flat.found.structure
         assert structure is not None
     return Recording(recorder.digest(), tuple(recorder.numbers), structure)

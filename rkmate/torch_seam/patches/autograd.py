@@ -8,8 +8,7 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import MethodType
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,20 +16,27 @@ import torch
 import torch.fx.traceback
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch import fx, nn
-from torch._functorch import config
+from torch import fx
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+from torch._functorch import config, eager_transforms
+from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
 from rkmate.errors import CaptureError
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.nodes import annotation, is_backward, phase_tag
-from rkmate.torch_seam.tensors import version_of, without_modes
+from rkmate.torch_seam.schema import python_kernels_replaced, without_python_kernels
+from rkmate.torch_seam.tensors import is_unwrapped, version_of, without_modes
 from rkmate.torch_seam.trace import is_tangent
 
-# -- Autocast and the backward ---------------------------------------------------------------------
+# -- Autocast ---------------------------------------------------------------------------------------
 #
 # The backward is traced as it runs: after the autocast region that the forward stands in.
+#
+# Eager mode casts a weight once in an autocast region, keeps the cast to the region's end, and adds up what
+# comes back for it in the region's type. Torch's own cache knows leaves alone, and a trace of gradients has
+# none; and it is switched off in traces, as its values could be found again in another one.
 
 
 @contextmanager
@@ -39,6 +45,98 @@ def backward_without_autocast() -> Iterator[None]:
     gradients."""
     with config.patch(backward_pass_autocast="off"):
         yield
+
+
+class _Casts:
+    """The casts of a trace, for as long as their region lasts."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[int, torch.Tensor] = {}
+        """By identity: what eager mode would keep a cast of."""
+        self.found: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self.regions: list[torch.autocast] = []
+        """Those that the exported forward is inside of."""
+        self._clear = torch.clear_autocast_cache
+
+    def clear(self) -> None:
+        """Forget them, and torch's own."""
+        self.found.clear()
+        self._clear()
+
+    @contextmanager
+    def of_a_trace(self) -> Iterator[None]:
+        """Inside, no cast from outside is found, and outside none from inside."""
+        self.clear()
+        try:
+            yield
+        finally:
+            while self.regions:
+                self.regions.pop().__exit__(None, None, None)
+            self.leaves.clear()
+            self.clear()
+
+    def to_copy(self, x: torch.Tensor, *, dtype: torch.dtype | None = None, **others: Any) -> torch.Tensor:
+        """`aten._to_copy`, which autocast calls."""
+        kept = self.leaves.get(id(x)) is x and not any(others.values()) and _casts_to(x) is dtype
+        found = self.found.get((id(x), dtype)) if kept and dtype is not None else None
+        if found is None:
+            with without_python_kernels():
+                found = _TO_COPY(x, dtype=dtype, **others)
+            if kept and dtype is not None:
+                self.found[id(x), dtype] = found
+        return found
+
+
+_TO_COPY = torch.ops.aten._to_copy.default
+_casts: _Casts | None = None
+"""Of the capture that is under way: there is one at a time."""
+
+
+def _casts_to(x: torch.Tensor) -> torch.dtype | None:
+    """The type that autocast casts a tensor to at this moment; None where it does not, or keeps no casts."""
+    kind = x.device.type
+    # Around a cast of its own, and around the operation that it is for, autocast switches itself off.
+    if x.dtype is not torch.float32 or torch.is_autocast_enabled(kind):
+        return None
+    torch.autocast_increment_nesting()
+    inside = torch.autocast_decrement_nesting() > 0
+    return torch.get_autocast_dtype(kind) if inside and torch.is_autocast_cache_enabled() else None
+
+
+@contextmanager
+def casts_kept_in_regions() -> Iterator[None]:
+    """While a module is captured: an autocast region casts each weight once, as in eager mode."""
+    global _casts
+    before, _casts = _casts, _Casts()
+    try:
+        with mock.patch.object(proxy_tensor, "disable_autocast_cache", _casts.of_a_trace), \
+                mock.patch.object(collect_metadata_analysis, "disable_autocast_cache", _casts.of_a_trace), \
+                mock.patch.object(torch, "clear_autocast_cache", _casts.clear), \
+                python_kernels_replaced({_TO_COPY: _casts.to_copy}):
+            yield
+    finally:
+        _casts = before
+
+
+def note_leaves(*tensors: torch.Tensor) -> None:
+    """Tell which tensors eager mode would keep casts of: leaves that require a gradient."""
+    if _casts is not None:
+        _casts.leaves.update((id(t), t) for t in tensors if t.requires_grad)
+
+
+def leaves_noted(program: fx.GraphModule) -> None:
+    """Let an exported program tell of its parameters and arguments when it begins."""
+    first = next((n for n in program.graph.nodes if n.op not in ("placeholder", "get_attr")), None)
+    if first is None:
+        return
+    parameters = {name for name, _ in program.named_parameters(remove_duplicate=False)}
+    leaves = [n for n in program.graph.nodes
+              if n.op == "placeholder" or (n.op == "get_attr" and n.target in parameters)]
+    for node in leaves:
+        first.prepend(node)
+    with program.graph.inserting_before(first):
+        program.graph.call_function(note_leaves, tuple(leaves))
+    program.recompile()
 
 
 # -- Nodes of the backward -------------------------------------------------------------------------
@@ -126,26 +224,67 @@ def noting_inner_gradients(note: Callable[[], None]) -> Iterator[None]:
         note()
         return run(*args, accumulate_grad=accumulate_grad, **kwargs)
 
-    with mock.patch.object(torch.autograd, "_engine_run_backward", noted):
+    def noting(enter: Callable[..., Any]) -> Callable[..., Any]:
+        def noted_entry(*args: Any) -> Any:
+            note()
+            return enter(*args)
+        return noted_entry
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", noted))
+        for name in _TRANSFORMS:
+            entry = noting(getattr(eager_transforms, name))
+            stack.enter_context(mock.patch.object(eager_transforms, name, entry))
         yield
 
 
-# -- Nested graphs of an exported forward ----------------------------------------------------------
+_TRANSFORMS = ("_grad_increment_nesting", "_jvp_increment_nesting")
+"""What the transforms of torch.func call that differentiate."""
+
+
+# -- Regions of an exported forward ----------------------------------------------------------------
 #
-# The operations inside of an autocast or no-grad region know which module they come from, and which
-# checkpointed region. A joint trace calls the graph of such a region as one function, and its operations
-# would carry what is known of the whole region.
+# Torch makes a graph of its own of what stands in an autocast or no-grad region. Of a region in another one
+# it loses the no-grad, and makes three regions of the outer one, each with casts of its own; and the joint
+# trace calls such a graph as one function, whose operations know neither their modules nor checkpointed
+# regions. Here the exported forward enters and leaves its regions as the model's own forward does.
 
 
-def traced_node_by_node(program: fx.GraphModule) -> None:
-    """Let the graphs inside of an exported program run as the program itself is run."""
-    for module in program.modules():
-        if isinstance(module, fx.GraphModule) and module is not program:
-            module.forward = MethodType(_run, module)
+@contextmanager
+def regions_entered_in_place() -> Iterator[None]:
+    """While a module is exported."""
+    with mock.patch.object(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", _as_it_is), \
+            mock.patch.object(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", _as_it_is):
+        yield
 
 
-def _run(graph: fx.GraphModule, *args: Any) -> Any:
-    return fx.Interpreter(graph, garbage_collect_values=False).run(*args)
+def _as_it_is(program: Any, signature: Any) -> Any:
+    return program, signature
+
+
+def regions_left_after_errors(program: fx.GraphModule) -> None:
+    """Let an exported program enter its autocast regions by functions of this package, as an error in the
+    middle of a region would leave it open."""
+    for node in program.graph.nodes:
+        node.target = _REGIONS.get(node.target, node.target) if node.op == "call_function" else node.target
+    program.recompile()
+
+
+def _enter(*of: Any) -> torch.autocast:
+    region = torch.autocast(*of)
+    region.__enter__()
+    if _casts is not None:
+        _casts.regions.append(region)
+    return region
+
+
+def _leave(region: torch.autocast) -> None:
+    if _casts is not None:
+        _casts.regions.remove(region)
+    region.__exit__(None, None, None)
+
+
+_REGIONS = {torch.amp.autocast_mode._enter_autocast: _enter, torch.amp.autocast_mode._exit_autocast: _leave}
 
 
 # -- Closed-over tensors ---------------------------------------------------------------------------
@@ -179,7 +318,7 @@ class _Guard(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Iterable[type],
                            args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        given = [t for t in _leaves((*args, *kwargs.values())) if type(t) in (torch.Tensor, nn.Parameter)]
+        given = [t for t in _leaves((*args, *kwargs.values())) if is_unwrapped(t)]
         if not given or func.__name__ == "__get__":
             return func(*args, **kwargs)
         if func in _NORMS and _moves_statistics(func, *args, **kwargs):

@@ -15,6 +15,7 @@ from rkmate.torch_seam.versions import GROUPS, Feature
 aten = torch.ops.aten
 JOINT_GRAPH = "the joint graph of forward and backward"
 AUTOCAST = "the backward outside of autocast"
+CASTS = "one cast of a weight in an autocast region"
 AVERAGES = "batch norms with cumulative averages"
 NUMERICS = "kernels that compute as in eager mode"
 GATES = "gates of a GRU as in eager mode"
@@ -23,6 +24,7 @@ CHECKS = "distributions without checks of values"
 MOVES = "modules that are moved to where they are"
 GLOBAL_HOOKS = "hooks around every module"
 VALUES = "values that depend on inputs alone"
+FLAT_REGIONS = "autocast and no-grad regions inside of one another"
 REGIONS = "regions under torch.utils.checkpoint"
 INNER = "gradients inside of a forward"
 CUSTOM = "custom autograd functions"
@@ -80,6 +82,20 @@ def _autocast() -> None:
     _enters(backward_without_autocast)()
 
 
+def _casts() -> None:
+    from rkmate.torch_seam.patches.autograd import casts_kept_in_regions, note_leaves
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        note_leaves(weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.mm(torch.mm(x, weight), weight)
+
+    x, weight = torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)
+    with casts_kept_in_regions():
+        graph = _graph_of(function, x, weight)
+    assert [n.target for n in graph.nodes].count(aten._to_copy.default) == 2
+
+
 def _averages() -> None:
     from rkmate.torch_seam.patches.modules import cumulative_averages_as_tensors
 
@@ -90,12 +106,16 @@ def _averages() -> None:
     assert torch.equal(norm.state_dict()["running_mean"], other.state_dict()["running_mean"])
 
 
-def _traced(function: Callable[..., Any], *args: torch.Tensor) -> set[Any]:
-    """Return the operators that a function calls, as a trace of it sees them."""
+def _graph_of(function: Callable[..., Any], *args: torch.Tensor) -> torch.fx.Graph:
+    """Return a trace of a function."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    graph = make_fx(function, tracing_mode="symbolic")(*args).graph
-    return {n.target for n in graph.nodes if n.op == "call_function"}
+    return make_fx(function, tracing_mode="symbolic")(*args).graph
+
+
+def _traced(function: Callable[..., Any], *args: torch.Tensor) -> set[Any]:
+    """Return the operators that a function calls, as a trace of it sees them."""
+    return {n.target for n in _graph_of(function, *args).nodes if n.op == "call_function"}
 
 
 def _numerics() -> None:
@@ -169,6 +189,30 @@ def _regions() -> None:
         x = torch.ones(2, requires_grad=True)
         checkpoint(torch.tanh, x, use_reentrant=False).sum().backward()
         assert x.grad is not None
+
+
+class _Regions(nn.Module):
+    """A region without gradients inside of an autocast region."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                factor = torch.mm(x, x)
+            return torch.mm(x, factor).float()
+
+
+def _flat_regions() -> None:
+    from rkmate.torch_seam import trace
+    from rkmate.torch_seam.patches.autograd import regions_entered_in_place, regions_left_after_errors
+
+    x, other = (torch.full((2, 2), 1.2, requires_grad=True) for _ in range(2))
+    with trace.quiet(), torch.enable_grad(), regions_entered_in_place():
+        program = torch.export.export(_Regions(), (x,), strict=False).module()
+    regions_left_after_errors(program)
+    torch.fx.Interpreter(program).run(x).sum().backward()
+    _Regions()(other).sum().backward()
+    assert x.grad is not None and other.grad is not None and torch.equal(x.grad, other.grad)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def _inner() -> None:
@@ -258,6 +302,7 @@ _BITS = "outputs and gradients of models that use it may differ in their last bi
 FEATURES = (
     Feature(JOINT_GRAPH, _joint_graph, None),
     Feature(AUTOCAST, _autocast, "gradients under autocast may be computed in another type"),
+    Feature(CASTS, _casts, "gradients of weights that are used several times under autocast may differ"),
     Feature(AVERAGES, _averages, "batch norms with momentum=None are refused"),
     Feature(NUMERICS, _numerics, _BITS),
     Feature(GATES, _gates, _BITS),
@@ -267,6 +312,7 @@ FEATURES = (
     Feature(GLOBAL_HOOKS, _global_hooks, None),
     Feature(VALUES, _values, None),
     Feature(REGIONS, _regions, "what checkpointing takes is not known"),
+    Feature(FLAT_REGIONS, _flat_regions, "numbers of models with such regions may differ"),
     Feature(INNER, _inner, "forwards that differentiate are refused"),
     Feature(CUSTOM, _custom_functions, None),
     Feature(PATHS, _paths, "models of transformers may hold explicit masks, and differ in their last bits"),

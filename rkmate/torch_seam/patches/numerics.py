@@ -8,7 +8,6 @@ operations that ask eager autograd when they run.
 
 from __future__ import annotations
 
-import functools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.torch_seam import schema
-from rkmate.torch_seam.own import Gradient, OwnOperator, own_operator, register
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.own import Gradient, Over, OwnOperator, own_operator, register
 from rkmate.torch_seam.schema import python_kernels_replaced
-from rkmate.torch_seam.tensors import without_modes
 from rkmate.torch_seam.trace import fake_operations_seen
 
 aten = torch.ops.aten
@@ -118,45 +117,73 @@ def _cast(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return x if dtype is None else x.to(dtype)
 
 
-class _Dropout(torch.autograd.Function):
-    """Dropout whose gradient is two products, as the CPU's kernel computes it.
+def _drop(x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout, and its mask. Draws and rounds as eager mode does on a CPU: in the order of memory, and with
+    the factor rounded to the type of the tensor. The mask takes a byte for each number, and no other memory
+    is taken beside the result."""
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+    return mask.to(x.dtype).div_(1 - p).mul_(x), mask
 
-    They keep the strides of the gradient that comes in; a trace of the kernel says contiguous.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, p: float) -> torch.Tensor:
-        result: torch.Tensor
-        result, mask = aten.native_dropout(x, p, True)
-        ctx.save_for_backward(mask)
-        ctx.scale = 1 / (1 - p)
-        return result
+def _keep_mask(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    ctx.p = inputs[1]
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad * ctx.saved_tensors[0] * ctx.scale, None
+
+def _drop_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    return grad * ctx.saved_tensors[0].to(grad.dtype).div(1 - ctx.p), None
+
+
+def _whole_numbers(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
+    """Bytes of the whole numbers that are drawn first, beyond those of the result that comes later."""
+    return max(0, 4 * outputs[0].numel() - outputs[0].nbytes)
+
+
+def _drawn_beside(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
+    return 4 * outputs[0].numel()
+
+
+def _drawn_over(x: torch.Tensor, p: float) -> torch.Tensor:
+    return x.bernoulli_(p)
+
+
+def _drawn(x: torch.Tensor, p: float) -> torch.Tensor:
+    """A draw in the layout of a tensor, which `torch.bernoulli` does not keep."""
+    return torch.empty_like(x).bernoulli_(p)
+
+
+register((
+    OwnOperator("dropout(Tensor x, float p) -> (Tensor, Tensor)", _drop, shape=_drop,
+                gradient=Gradient(_drop_gradient, _keep_mask), tags=(torch.Tag.nondeterministic_seeded,),
+                temporaries=_whole_numbers),
+    OwnOperator("bernoulli(Tensor x, float p) -> Tensor", _drawn, shape=_drawn,
+                in_place=Over("bernoulli_", 0), tags=(torch.Tag.nondeterministic_seeded,),
+                temporaries=_drawn_beside),
+    OwnOperator("bernoulli_(Tensor(a!) x, float p) -> Tensor(a!)", _drawn_over,
+                tags=(torch.Tag.nondeterministic_seeded,), temporaries=_drawn_beside),
+))
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Return the kernel that keeps a mask of bytes, where its rounding is that of eager mode."""
-    if not train or p == 0:
+    """Dropout that keeps a mask of bytes, with the draws and the rounding of eager mode."""
+    if not train or p == 0 or not x.numel():
         return x.clone()
     if p == 1:
         return x * torch.zeros((), dtype=x.dtype, device=x.device)
-    if not devices.of(x).cpu_kernels:       # others have one kernel for it, which keeps a mask of bytes
-        result: torch.Tensor = aten.native_dropout(x, p, True)[0]
-        return result
-    if _same_scale(p, x.dtype):
-        dropped: torch.Tensor = _Dropout.apply(x, p)
-        return dropped
-    return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+    on_cpu = devices.of(x).cpu_kernels      # others have one kernel for it, which keeps a mask of bytes
+    result: torch.Tensor = torch.ops.rkmate.dropout(x, p)[0] if on_cpu else aten.native_dropout(x, p, True)[0]
+    return result
 
 
-@functools.cache
-def _same_scale(p: float, dtype: torch.dtype) -> bool:
-    with without_modes():
-        x = torch.linspace(1, 2, 4096, dtype=torch.float64).to(dtype)
-        return torch.equal(x * torch.ones_like(x).div_(1 - p), x.clone().mul_(1 / (1 - p)))
+def _bernoulli(x: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Any:
+    """A draw into a tensor (`bernoulli_`), as a trace writes it: eager mode fills it in the order of its
+    memory."""
+    return torch.ops.rkmate.bernoulli(x, p) if generator is None else NotImplemented
+
+
+WRITTEN_ANEW: dict[Any, Callable[..., Any]] = {aten.bernoulli.p: _bernoulli}
+"""Operations that a trace makes of writes in place, with the layout of what was written to."""
 
 
 _OWN: dict[Any, Callable[..., Any]] = {
@@ -180,6 +207,16 @@ def as_eager_computes() -> Iterator[None]:
     kernels, too.)"""
     with python_kernels_replaced({**dict.fromkeys(_decomposed()), **_OWN}):
         yield
+
+
+def zeros_with_memory(graph: fx.Graph) -> None:
+    """Let tangents that are zero be ordinary tensors: torch's have no memory, whose bytes can be counted."""
+    for node in graph.nodes:
+        if node.target is aten._efficientzerotensor.default:
+            node.target = aten.zeros.default
+            value = node.meta[VALUE]
+            with value.fake_mode:
+                node.meta[VALUE] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
 _CHECKS = {id(op): op for op in (aten._linalg_check_errors.default, aten._assert_async.default,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ from rkmate.errors import CaptureError
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import OwnOperator, register
 from rkmate.torch_seam.patches.cudnn_rnn import as_autocast_gives_them, is_cudnns, layers_of_cudnn
+from rkmate.torch_seam.schema import DispatchKey, python_kernels_replaced
 
 aten = torch.ops.aten
 
@@ -107,12 +109,14 @@ def _has_dropout(node: fx.Node, first: int) -> bool:
 
 def _layer_by_layer(op: Any, x: torch.Tensor, hidden: Any, params: list[torch.Tensor],
                     has_biases: bool, layers: int, dropout: float, train: bool,
-                    bidirectional: bool, batch_first: bool) -> tuple[torch.Tensor, ...]:
+                    bidirectional: bool, batch_first: bool, here: bool | None = None
+                    ) -> tuple[torch.Tensor, ...]:
+    here = _has_library() if here is None else here
     directions = 2 if bidirectional else 1
     several = isinstance(hidden, (list, tuple))
     states = list(hidden) if several else [hidden]
     per_layer = len(params) // layers
-    run = _fused if op is aten.lstm.input and _fusable(x, states, params, has_biases) else _plain
+    run = _fused if op is aten.lstm.input and here and _fusable(x, states, params) else _plain
     read = [x, *states, *params]
     if not devices.of(x).cpu_kernels:
         read = as_autocast_gives_them(read)
@@ -149,13 +153,19 @@ def _by_cudnn(op: Any, x: torch.Tensor, hidden: Any, weights: list[torch.Tensor]
     return layers_of_cudnn(op, x, hidden, weights, 1, train, bidirectional, False)
 
 
-def _fusable(x: torch.Tensor, states: list[torch.Tensor], params: list[torch.Tensor],
-             has_biases: bool) -> bool:
+def _has_library() -> bool:
+    return bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
+
+
+def _fusable(x: torch.Tensor, states: list[torch.Tensor], params: list[torch.Tensor]) -> bool:
     tensors = [x, *states, *params]
     projected = states[0].shape[2] != states[1].shape[2]
-    usable = bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
-    return usable and not projected and all(
-        devices.of(t).cpu_kernels and t.dtype is torch.float32 and t.numel() > 0 for t in tensors)
+    # Under autocast the layer casts what it takes, and eager mode asks for the type of the input alone.
+    kind = x.device.type
+    typed = x.dtype is torch.float32 if torch.is_autocast_enabled(kind) else \
+        all(t.dtype is torch.float32 for t in tensors)
+    return not projected and typed and all(
+        devices.of(t).cpu_kernels and t.numel() > 0 for t in tensors)
 
 
 def _fused(op: Any, x: torch.Tensor, hidden: list[torch.Tensor], weights: list[torch.Tensor],
@@ -193,6 +203,24 @@ def _cell(x: torch.Tensor, hidden: torch.Tensor, w_in: torch.Tensor, w: torch.Te
           b_in: torch.Tensor | None = None, b: torch.Tensor | None = None) -> torch.Tensor:
     """Compute `aten.gru_cell`."""
     return _gated(F.linear(x, w_in, b_in), hidden, w, b)
+
+
+@contextmanager
+def types_of_fused_layers() -> Iterator[None]:
+    """While a module is captured: an LSTM returns the type that the fused layer returns. Torch's
+    decomposition computes the cells themselves, and under autocast in another type."""
+    decomposed = aten.lstm.input.py_kernels[DispatchKey.CompositeImplicitAutograd]
+    here = _has_library()           # an export switches it off for its own time
+
+    def lstm(x: torch.Tensor, hidden: list[torch.Tensor], params: list[torch.Tensor], has_biases: bool,
+             layers: int, dropout: float, train: bool, *others: bool) -> Any:
+        run = decomposed
+        if here and _fusable(x, hidden, params):
+            run = partial(_layer_by_layer, aten.lstm.input, here=here)
+        return run(x, hidden, params, has_biases, layers, dropout, train, *others)
+
+    with python_kernels_replaced({aten.lstm.input: lstm}):
+        yield
 
 
 @contextmanager

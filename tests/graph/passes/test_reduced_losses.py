@@ -51,3 +51,27 @@ def test_the_step_is_inside_its_budget_and_the_same() -> None:
     assert measured_peak(module, sample) <= module.plan.budget_bytes
     module.zero_grad()
     assert_same_step(model, module, sample)
+
+
+class Folds(nn.Module):
+    """Images that are taken apart into columns, and folded again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        for _ in range(2):
+            x = F.fold(F.unfold(x, 3, padding=1), x.shape[-2:], 3, padding=1).tanh()
+        return x.square().mean()
+
+
+def test_folded_images_hold_no_columns() -> None:
+    torch.manual_seed(0)
+    model, x = Folds(), torch.randn(4, 3, 12, 12)
+    module = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, progress=False)
+    sample = Sample(model, (x,), {}, lambda loss: loss)
+    assert measured_peak(module, sample) <= module.plan.budget_bytes
+    module.zero_grad()
+    assert_same_step(model, module, sample)

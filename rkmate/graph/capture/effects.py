@@ -1,0 +1,230 @@
+"""What a forward leaves changed beside its result: attributes that it assigns, objects among its arguments.
+
+A trace sees neither. What a traced forward has left there is found when it is over; its tensors are further
+outputs of the step, and each planned forward writes them where the model's own forward does. A number that a
+forward only adds to is added to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkmate.errors import CaptureError
+from rkmate.graph.capture.state import MISSING, Assigned, is_made_by_a_hook
+from rkmate.graph.capture.structure import Structure, take_apart
+from rkmate.torch_seam.containers import PLAIN, pytree, tensors_in
+from rkmate.torch_seam.tensors import storage_id
+
+Tensors = Sequence[Any]
+"""The tensors among the arguments, then the outputs of a step."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """An attribute that each forward assigns, and does not read."""
+
+    assigned: Assigned
+    value: Structure
+    """Around `Tensors`."""
+    step: int | float | None = None
+    """What a forward adds to a number; None where it assigns the same value each time."""
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """The attribute: the identity of its holder's dictionary, and its name."""
+        return id(self.assigned.holder.__dict__), self.assigned.name
+
+    def repeat(self, tensors: Tensors) -> None:
+        """Assign it, after a planned forward."""
+        content, name = self.assigned.holder.__dict__, self.assigned.name
+        if self.assigned.new is MISSING:
+            content.pop(name, None)
+        elif self.step is not None:
+            content[name] = content[name] + self.step
+        elif not self.value.count:
+            if content.get(name, MISSING) is not self.assigned.new:
+                content[name] = self.assigned.new
+        else:
+            content[name] = self.value.fill(list(tensors))
+
+
+@dataclass(frozen=True)
+class ChangedObject:
+    """An object among the arguments that a forward changes (a key-value cache)."""
+
+    leaf: int
+    """Its number among the leaves of the arguments."""
+    after: Structure
+    """Around `Tensors`."""
+
+    def repeat(self, leaves: Sequence[Any], tensors: Tensors) -> None:
+        """Change the caller's object, which stays the object that it is."""
+        _move_into(leaves[self.leaf], self.after.fill(list(tensors)), {})
+
+
+@dataclass(frozen=True)
+class Effects:
+    """All that a forward leaves changed, but for tensors that it writes to."""
+
+    attributes: tuple[Written, ...] = ()
+    objects: tuple[ChangedObject, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.attributes or self.objects)
+
+    def repeat(self, leaves: Callable[[], Sequence[Any]], tensors: Tensors) -> None:
+        """Leave them as the forward does. `leaves`: of the arguments."""
+        for written in self.attributes:
+            written.repeat(tensors)
+        if self.objects:
+            of = leaves()
+            for changed in self.objects:
+                changed.repeat(of, tensors)
+
+
+def leaves_of(args: Any, kwargs: Any) -> list[Any]:
+    """The leaves of the arguments of a call: tensors, plain values and objects."""
+    leaves: list[Any] = pytree.tree_leaves((args, kwargs))
+    return leaves
+
+
+def found_effects(assigned: Sequence[Assigned], changed: Sequence[tuple[int, Any]],
+                  tensors: Sequence[torch.Tensor]) -> tuple[Effects, list[torch.Tensor]]:
+    """What a forward has left: attributes, and objects (with their numbers) among the arguments. `tensors`:
+    those among the arguments, and in the result. Also returns these with the tensors of the effects."""
+    every = list(tensors)
+
+    def apart(value: Any) -> Structure:
+        nonlocal every
+        if value is MISSING:
+            return take_apart(None, result=True)[1]
+        before = len(every)
+        every, structure = take_apart(value, result=True, after=every)
+        # What is made of tensors alone counts them; a constant counts none.
+        return replace(structure, count=len(every) if tensors_in(value) else 0) if before else structure
+
+    attributes = tuple(Written(a, apart(a.new)) for a in assigned if not is_made_by_a_hook(a))
+    objects = tuple(ChangedObject(k, apart(value)) for k, value in changed)
+    return Effects(attributes, objects), every
+
+
+def repeated(effects: Effects, again: Sequence[Assigned], name: str) -> Effects:
+    """The effects, with what a second forward has done from where the first one has left the attributes. A
+    plain attribute that only the first one assigns is none.
+
+    Raises:
+        CaptureError: a plain attribute changes otherwise than by counting.
+    """
+    second = {(id(a.holder), a.name): a for a in again}
+    attributes = []
+    for written in effects.attributes:
+        first, then = written.assigned, second.get((id(written.assigned.holder), written.assigned.name))
+        asked = then is not None and isinstance(then.new, Watched) and then.new.was_asked
+        if then is not None and isinstance(first.new, PLAIN) and (asked or then.new != first.new):
+            step = _step(first.old, first.new)
+            if asked or step is None or step != _step(then.old, then.new):
+                raise CaptureError(f"{name}: the forward assigns {first.path}, which is another value in "
+                                   "each call and decides what it does; a captured step would not repeat "
+                                   "that. Keep such state in a buffer (register_buffer), or pass it as an "
+                                   "argument")
+            written = replace(written, step=step)
+        if then is not None or tensors_in(first.new):
+            attributes.append(written)
+    return replace(effects, attributes=tuple(attributes))
+
+
+def _step(old: Any, new: Any) -> int | float | None:
+    numbers = (int, float)
+    if isinstance(old, bool) or not isinstance(old, numbers) or not isinstance(new, numbers):
+        return None
+    return int(new) - int(old) if isinstance(new, int) and isinstance(old, int) else new - old
+
+
+def read_before(effects: Effects, constants: Iterable[torch.Tensor]) -> list[Assigned]:
+    """The attributes whose tensors from before a graph reads."""
+    read = set(map(storage_id, constants))
+    return [w.assigned for w in effects.attributes if w.assigned.old is not MISSING
+            and any(type(t) is torch.Tensor and storage_id(t) in read for t in tensors_in(w.assigned.old))]
+
+
+def is_state(assigned: Assigned) -> bool:
+    """Whether an attribute can be kept as a buffer is: a tensor of a module, replaced by one of its form."""
+    old, new = assigned.old, assigned.new
+    return isinstance(assigned.holder, nn.Module) and type(old) is torch.Tensor and not old.requires_grad \
+        and isinstance(new, torch.Tensor) and (old.shape, old.dtype, old.device) == (
+            new.shape, new.dtype, new.device) and not new.requires_grad
+
+
+def told_apart(value: Any) -> Any:
+    """An equal value that is another object, so that its being assigned again is seen."""
+    if type(value) is int:
+        return Watched(value)
+    if type(value) is float:
+        return float.fromhex(value.hex())
+    if type(value) is str:
+        return "".join([*value, ""]) if len(value) > 1 else value
+    return (*value,) if type(value) is tuple and value and value is not (*value,) else value
+
+
+class Watched(int):
+    """A number that tells whether it was asked for: compared, taken for true, or divided."""
+
+    def __new__(cls, value: int, asked: list[None] | None = None) -> Watched:
+        made = super().__new__(cls, value)
+        made._asked = [] if asked is None else asked
+        return made
+
+    _asked: list[None]
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether somebody has asked for this number, or for one that it was made of."""
+        return bool(self._asked)
+
+
+def _counting(name: str) -> Any:
+    def count(self: Watched, other: Any) -> Any:
+        found = getattr(int, name)(self, other)
+        return Watched(found, self._asked) if type(found) is int else found
+    return count
+
+
+def _asking(name: str) -> Any:
+    def ask(self: Watched, *others: Any) -> Any:
+        self._asked.append(None)
+        return getattr(int, name)(self, *others)
+    return ask
+
+
+for _name in ("__add__", "__radd__", "__sub__"):
+    setattr(Watched, _name, _counting(_name))
+for _name in ("__lt__", "__le__", "__eq__", "__ne__", "__gt__", "__ge__", "__bool__", "__mod__",
+              "__floordiv__", "__truediv__", "__hash__", "__index__", "__float__"):
+    setattr(Watched, _name, _asking(_name))
+
+
+def _move_into(old: Any, new: Any, seen: dict[int, Any]) -> Any:
+    """Let an object have what another one of its kind has; what stands in its place."""
+    if id(old) in seen:
+        return old
+    if isinstance(new, (torch.Tensor, *PLAIN)) or type(old) is not type(new):
+        return new
+    seen[id(old)] = old
+    if isinstance(old, dict):
+        for k in [k for k in old if k not in new]:
+            del old[k]
+        for k, v in new.items():
+            old[k] = _move_into(old[k], v, seen) if k in old else v
+    elif isinstance(old, list):
+        old[:] = [*(_move_into(a, b, seen) for a, b in zip(old, new, strict=False)), *new[len(old):]]
+    elif isinstance(old, (tuple, set, frozenset)):
+        return new
+    elif not isinstance(old, (weakref.ref, nn.Module)) and isinstance(getattr(old, "__dict__", None), dict):
+        _move_into(old.__dict__, new.__dict__, seen)
+    return old

@@ -1,0 +1,213 @@
+"""What a forward leaves changed beside its result: attributes, counters, objects among its arguments."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rkmate
+from tests.semantics.steps import planned, tightest
+
+
+class Leaves(nn.Module):
+    """Leaves behind what it has computed, counted and been given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.heads: list[torch.Tensor] = []
+        self.norm: torch.Tensor | None = None
+        self.calls = 3
+        self.last = ""
+        self.settings = Settings()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x).tanh()
+        self.heads = [h, h.detach() + 1]
+        self.norm = x.norm()
+        self.given = x
+        self.calls += 2
+        self.last = "forward"
+        self.settings.seen = h.detach().sum()
+        return h * 2
+
+
+class Settings:
+    """An object that a module holds."""
+
+    seen: torch.Tensor | None = None
+
+
+def _left(model: Any) -> list[Any]:
+    return [*model.heads, model.norm, model.given, model.calls, model.last, model.settings.seen]
+
+
+@pytest.mark.parametrize("wrap", [planned, tightest])
+def test_attributes_are_what_eager_mode_leaves(wrap: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Leaves(), torch.randn(2, 4)
+    original = copy.deepcopy(model)
+    module = wrap(model, x)
+    assert model.calls == 3 and model.heads == [] and model.norm is None
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        for run in (original, module):
+            run(x).sum().backward()
+        for a, b in zip(_left(original), _left(model), strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        assert model.given is x
+    assert len(module._plans) == 1
+    assert torch.equal(original.layer.weight.grad, model.layer.weight.grad)     # type: ignore[arg-type]
+
+
+class Auxiliary(nn.Module):
+    """Leaves a second loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.loss: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        self.loss = h.square().mean()
+        return h.tanh()
+
+
+def test_a_loss_in_an_attribute_is_trained() -> None:
+    torch.manual_seed(0)
+    model, x = Auxiliary(), torch.randn(2, 4)
+    original = copy.deepcopy(model)
+    module = planned(model, x)
+    for step in range(2):
+        with pytest.warns(rkmate.RkmateWarning, match="second time") if not step else _nothing():
+            for run, holder in ((original, original), (module, model)):
+                (run(x).sum() + holder.loss).backward()     # type: ignore[operator]
+        found = [m.layer.weight.grad for m in (original, model)]
+        if step:
+            assert torch.equal(*found)      # type: ignore[arg-type]
+        for m in (original, model):         # the first step adds in another order
+            m.zero_grad()
+
+
+class Cache:
+    """Keeps what each call has added, and how much that is."""
+
+    def __init__(self, *kept: torch.Tensor) -> None:
+        self.kept = list(kept)
+        self.lengths = {"all": sum(t.shape[0] for t in kept)}
+
+    def add(self, t: torch.Tensor) -> torch.Tensor:
+        """All that was added so far."""
+        self.kept.append(t)
+        self.lengths["all"] += t.shape[0]
+        return torch.cat(self.kept)
+
+
+class Remembers(nn.Module):
+    """Adds to a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        return cache.add(self.layer(x)).square().sum()
+
+
+def test_an_object_among_the_arguments_is_changed() -> None:
+    torch.manual_seed(0)
+    model, x, prefix = Remembers(), torch.randn(2, 4), torch.randn(3, 4, requires_grad=True)
+    original = copy.deepcopy(model)
+    module = planned(model, x, Cache(prefix))
+    found = []
+    for run in (original, module):
+        prefix.grad, cache = None, Cache(prefix)
+        inner = cache.kept
+        run(x, cache).backward()
+        assert cache.kept is inner and cache.kept[0] is prefix and cache.lengths == {"all": 5}
+        found.append((cache.kept[1], prefix.grad))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)        # type: ignore[arg-type]
+
+
+class Decides(nn.Module):
+    """Counts its calls, and does something else after some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = self.layer(x)
+        return y.tanh() if self.calls > 5 else y
+
+
+def test_a_counter_that_decides_is_refused() -> None:
+    with pytest.raises(rkmate.CaptureError, match="calls"):
+        planned(Decides(), torch.randn(2, 4))
+
+
+class Scaled(nn.Module):
+    """Reads what the call before has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.before = torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x) + self.before
+        self.before = y.detach().mean(0)
+        return y
+
+
+def test_an_attribute_that_is_read_and_written_is_state() -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(2, 4)
+    original = copy.deepcopy(model)
+    module = planned(model, x)
+    for _ in range(3):
+        for run in (original, module):
+            run(x).sum().backward()
+        assert torch.equal(original.before, model.before)
+    assert len(module._plans) == 1
+    assert torch.equal(original.layer.weight.grad, model.layer.weight.grad)     # type: ignore[arg-type]
+
+
+class Completes(nn.Module):
+    """Makes a table in its first call, and reads it in later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "table"):
+            self.table = torch.arange(4.0).cos()
+        return self.layer(x) * self.table
+
+
+def test_what_a_first_call_completes_is_completed() -> None:
+    torch.manual_seed(0)
+    model, x = Completes(), torch.randn(2, 4)
+    original = copy.deepcopy(model)
+    module = planned(model, x)
+    for run in (original, module):
+        run(x).sum().backward()
+    assert torch.equal(original.table, model.table)
+    assert torch.equal(original.layer.weight.grad, model.layer.weight.grad)     # type: ignore[arg-type]
+
+
+class _nothing:
+    def __enter__(self) -> None:
+        """Expect nothing."""
+
+    def __exit__(self, *of: object) -> None:
+        """Nothing was expected."""
