@@ -358,6 +358,11 @@ class Parts:
             return
         choice = share_out(items, budget - beside, alone - beside)
         least = max(early, smallest_limit(items, alone - beside) + beside)
+        if (choice is None or early > budget) and step.peak <= budget:
+            self._is_planned = True
+            logger.warning("%s needs no plans: a step takes about %s bytes as it is, and the budget is %s",
+                           type(self._model).__name__, f"{step.peak:,}", f"{budget:,}")
+            return
         if choice is None or early > budget:
             raise InfeasibleBudget(
                 f"{type(self._model).__name__} is planned by parts, and no schedules of them fit in "

@@ -241,7 +241,7 @@ def _refused(rank: int, turn: int, way: Way, opaque: bool) -> dict[str, Any]:
 def _applied(rank: int) -> dict[str, Any]:
     """The whole refused; the parts that the message names planned."""
     model = _Net(_detached)
-    rkmate.apply(model, budget=0.8, progress=False)
+    rkmate.apply(model, budget=0.8, progress=False, settings=Settings(parts="never"))
     error = _caught(lambda: model(_data(rank)))
     rkmate.remove(model)
     names = error[1].rpartition(" among ")[2].split(", ")
@@ -252,6 +252,13 @@ def _applied(rank: int) -> dict[str, Any]:
     plans = [shown.plan for n in names if (shown := rkmate.applied(model.get_submodule(n))) is not None]
     return {"error": error, "names": names, "planned": len([p for p in plans if p is not None]),
             "equal": _equal(found, _steps(_Net(_detached), rank))}
+
+
+def _by_parts(rank: int) -> dict[str, Any]:
+    """What communicates runs as it is, and the rest of the model is planned."""
+    model = _Net(_detached)
+    rkmate.apply(model, budget=1.0, progress=False, settings=Settings(**QUICK))  # type: ignore[arg-type]
+    return {"equal": _equal(_steps(model, rank), _steps(_Net(_detached), rank))}
 
 
 def _shared(rank: int) -> dict[str, Any]:
@@ -287,7 +294,7 @@ REFUSED: dict[str, tuple[Way, bool]] = {
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{name: lambda rank, turn=k % 2, way=way, opaque=opaque: _refused(rank, turn, way, opaque)
        for k, (name, (way, opaque)) in enumerate(REFUSED.items())},
-    "applied": _applied, "shared": _shared, "replicated": _replicated, "groups of one": _in_groups_of_one}
+    "applied": _applied, "by parts": _by_parts, "shared": _shared, "replicated": _replicated, "groups of one": _in_groups_of_one}
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -378,7 +385,7 @@ def test_a_shared_plan_is_refused_on_every_rank(found: Found) -> None:
         _assert_refused(error)
 
 
-@pytest.mark.parametrize("name", ["replicated", "groups of one"])
+@pytest.mark.parametrize("name", ["by parts", "replicated", "groups of one"])
 def test_it_is_planned(found: Found, name: str) -> None:
     for rank in found[name]:
         assert "failed" not in rank, rank["failed"]

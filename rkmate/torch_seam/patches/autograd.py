@@ -23,6 +23,7 @@ from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
+from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.nodes import annotation, is_backward, phase_tag
@@ -94,7 +95,7 @@ _casts: _Casts | None = None
 
 def _casts_to(x: torch.Tensor) -> torch.dtype | None:
     """The type that autocast casts a tensor to at this moment; None where it does not, or keeps no casts."""
-    kind = x.device.type
+    kind = devices.of(x).autocast_kind
     # Around a cast of its own, and around the operation that it is for, autocast switches itself off.
     if x.dtype is not torch.float32 or torch.is_autocast_enabled(kind):
         return None

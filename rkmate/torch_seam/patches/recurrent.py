@@ -161,7 +161,7 @@ def _fusable(x: torch.Tensor, states: list[torch.Tensor], params: list[torch.Ten
     tensors = [x, *states, *params]
     projected = states[0].shape[2] != states[1].shape[2]
     # Under autocast the layer casts what it takes, and eager mode asks for the type of the input alone.
-    kind = x.device.type
+    kind = devices.of(x).autocast_kind
     typed = x.dtype is torch.float32 if torch.is_autocast_enabled(kind) else \
         all(t.dtype is torch.float32 for t in tensors)
     return not projected and typed and all(
