@@ -294,7 +294,8 @@ REFUSED: dict[str, tuple[Way, bool]] = {
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{name: lambda rank, turn=k % 2, way=way, opaque=opaque: _refused(rank, turn, way, opaque)
        for k, (name, (way, opaque)) in enumerate(REFUSED.items())},
-    "applied": _applied, "by parts": _by_parts, "shared": _shared, "replicated": _replicated, "groups of one": _in_groups_of_one}
+    "applied": _applied, "by parts": _by_parts, "shared": _shared, "replicated": _replicated,
+    "groups of one": _in_groups_of_one}
 
 
 def _rank(rank: int, folder: str) -> None:
