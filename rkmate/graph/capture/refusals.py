@@ -54,6 +54,13 @@ def way_out(model: nn.Module, place: str, text: str) -> str:
     return next((f" {found}" for rule in RULES if (found := rule(model, place, text))), "")
 
 
+def _own_generator(model: nn.Module, place: str, text: str) -> str:
+    if "torch._C.Generator" in text and has_generator(model):
+        return ("It draws from a torch.Generator of its own, whose state a plan cannot keep: draw from the "
+                "default generator (torch.manual_seed), or draw outside and pass the numbers.")
+    return ""
+
+
 def _layers_dropped(model: nn.Module, place: str, text: str) -> str:
     if not _DRAWN.search(place):
         return ""
@@ -109,7 +116,7 @@ def _value_decides(model: nn.Module, place: str, text: str) -> str:
 
 
 RULES: tuple[Callable[[nn.Module, str, str], str], ...] = (
-    _layers_dropped, _fake_quantized, _spectrum_masked, _numpy, _value_decides)
+    _own_generator, _layers_dropped, _fake_quantized, _spectrum_masked, _numpy, _value_decides)
 """Explanations, in the order in which they are tried; the first that applies is used."""
 
 
