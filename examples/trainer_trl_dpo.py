@@ -33,7 +33,7 @@ def base(vocabulary: int) -> LlamaForCausalLM:
         pad_token_id=0))
 
 
-def main(plain: bool, budget: int | float | str = 0.7, steps: int = 3, precompute: bool = True,
+def main(plain: bool, budget: int | float | str = 1.0, steps: int = 3, precompute: bool = True,
          **options: Any) -> Run:
     """Train adapters on random preferences. `options`: of the callback."""
     words_to_ids = tokenizer()

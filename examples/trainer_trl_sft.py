@@ -23,7 +23,7 @@ import rkmate
 BATCH, LENGTH = 4, 32
 
 
-def main(plain: bool, budget: int | float | str = 0.7, steps: int = 4, **options: Any) -> Run:
+def main(plain: bool, budget: int | float | str = 1.0, steps: int = 4, **options: Any) -> Run:
     """Fine-tune a small Llama on random words. `options`: of the callback."""
     torch.manual_seed(0)
     words_to_ids = tokenizer()
