@@ -159,7 +159,10 @@ def _with_a_number(mode: FakeTensorMode, operation: Any, *args: Any, **kwargs: A
 
 def _group_norm(mode: FakeTensorMode, operation: Any, x: Any, weight: Any, bias: Any, batch: int,
                 channels: int, pixels: int, groups: int, eps: float) -> Any:
-    if not _ambiguous(x) or any(p is not None and p.dtype is not x.dtype for p in (weight, bias)):
+    # The kernel keeps the image's memory format. Torch 2.14 traces it as contiguous, and so do all releases
+    # for some images with a dimension of size one.
+    image = isinstance(x, torch.Tensor) and x.dim() in (4, 5) and devices.of(x).cpu_kernels
+    if not image or any(p is not None and p.dtype is not x.dtype for p in (weight, bias)):
         return NotImplemented
     with mode:
         return (torch.empty_like(x, memory_format=suggest_memory_format(x)),
