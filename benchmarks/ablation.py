@@ -100,21 +100,13 @@ class _Nothing:
         return infeasible("not asked")
 
 
-def _without_pass(name: str) -> Off:
+def _without_row(module: Any, table: str, name: str) -> Off:
     def off() -> AbstractContextManager[object]:
-        left = tuple(each for each in passes.REWRITES if each.name != name)
-        if len(left) == len(passes.REWRITES):
-            raise LookupError(f"the table of passes has no row {name!r}")
-        return mock.patch.object(passes, "REWRITES", left)
-    return off
-
-
-def _without_variant(name: str) -> Off:
-    def off() -> AbstractContextManager[object]:
-        left = tuple(each for each in variants.VARIANTS if each.name != name)
-        if len(left) == len(variants.VARIANTS):
-            raise LookupError(f"the table of variants has no row {name!r}")
-        return mock.patch.object(variants, "VARIANTS", left)
+        rows = getattr(module, table)
+        left = tuple(each for each in rows if each.name != name)
+        if len(left) == len(rows):
+            raise LookupError(f"{module.__name__}.{table} has no row {name!r}")
+        return mock.patch.object(module, table, left)
     return off
 
 
@@ -162,18 +154,21 @@ FEATURES: dict[str, Feature] = {
         _without("planners.default.finish", lambda graph, schedule, *how, **more: schedule)),
     "grouped loss": Feature(
         "with gradients in place, a head runs in groups of rows, of which a schedule keeps some",
-        _without_variant("grouped-loss"), where={"gradients": "in_place"}, models=("gpt", "gpt12", "t5")),
+        _without_row(variants, "VARIANTS", "grouped-loss"),
+        where={"gradients": "in_place"}, models=("gpt", "gpt12", "t5")),
     "ordinary outputs": Feature(
         "a module whose deferred outputs are read in every step is planned again, with ordinary ones",
         where={"deferred_outputs": "never"}, without={"deferred_outputs": "auto"},
         models=("gpt", "gpt12", "t5"), outputs_are_read=True),
     "products of pixels": Feature(
         "with the channels last, convolutions of 1 x 1 are products of matrices",
-        _without_pass("products of pixels"), where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS,
+        _without_row(passes, "REWRITES", "products of pixels"),
+        where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS,
         stays="counted costs are the same: to be measured"),
     "sums over pixels": Feature(
         "with the channels last, batch norms of large images on a CPU add up by groups of pixels",
-        _without_pass("sums over pixels"), where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS,
+        _without_row(passes, "REWRITES", "sums over pixels"),
+        where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS,
         stays="stays for its bits: without it, statistics are some fifty times less exact"),
 }
 """What turns each of them off, by name."""

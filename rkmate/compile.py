@@ -69,12 +69,11 @@ class _Planned:
         if weight is None or budget == "auto":
             return wrap(self._graph, inputs, **self._options)
         key = id(weight), budget
-        module = wrap(self._graph, inputs, **{
-            **self._options, "budget": _planned_before.get(key, parse_budget(budget))})
         if key not in _planned_before:
+            _planned_before[key] = parse_budget(budget)
             weakref.finalize(weight, _planned_before.pop, key, None)
-        _planned_before[key] = parse_budget(budget).at_least(max(
-            module.plan.budget_bytes, _planned_before.get(key, Budget(bytes=0)).least))
+        module = wrap(self._graph, inputs, **{**self._options, "budget": _planned_before[key]})
+        _planned_before[key] = _planned_before[key].at_least(module.plan.budget_bytes)
         return module
 
 

@@ -63,7 +63,7 @@ class PartWays:
 
 
 def with_bytes_at_loss(prepared: Prepared, extra: int) -> Prepared:
-    """The same part, where so many bytes have to be free at the loss (`Settings.loss_bytes`)."""
+    """Return the part with `extra` bytes that have to be free at the loss (`Settings.loss_bytes`)."""
     traced = prepared.blocked.traced
     traced = replace(traced, settings=replace(traced.settings, loss_bytes=extra))
     return replace(prepared, blocked=replace(prepared.blocked, traced=traced), reserve_at_loss=extra)

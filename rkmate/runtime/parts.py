@@ -107,7 +107,7 @@ class Kind:
     why: str = ""
     """Why none of its calls can be planned."""
     calls: list[tuple[nn.Module, PartCall]] = field(default_factory=list)
-    """Those of the latest step that was observed and that has some."""
+    """Calls in the latest observed step that has some."""
     observed_in: int = 0
     """The number of that step."""
     stale: bool = False
@@ -358,12 +358,12 @@ class Parts:
             return
         choice = share_out(items, budget - beside, alone - beside)
         least = max(early, smallest_limit(items, alone - beside) + beside)
-        if (choice is None or early > budget) and step.peak <= budget:
-            self._is_planned = True
-            logger.warning("%s needs no plans: a step takes about %s bytes as it is, and the budget is %s",
-                           type(self._model).__name__, f"{step.peak:,}", f"{budget:,}")
-            return
         if choice is None or early > budget:
+            if step.peak <= budget:
+                self._is_planned = True
+                logger.warning("%s needs no plans: a step takes about %s bytes as it is, and the budget is "
+                               "%s", type(self._model).__name__, f"{step.peak:,}", f"{budget:,}")
+                return
             raise InfeasibleBudget(
                 f"{type(self._model).__name__} is planned by parts, and no schedules of them fit in "
                 f"{budget:,} bytes: the rest of the step takes {max(alone, early):,}, and the smallest "
@@ -444,7 +444,7 @@ class Parts:
         """A call of a part cannot be planned: it runs as it is."""
         if isinstance(error, InfeasibleBudget):
             self._again = True
-        name = next((n for n, m in self._model.named_modules() if m is module), type(module).__name__)
+        name = self._name(module)
         if name not in self._told:
             self._told.add(name)
             warn(f"a call of {name} differs from the planned ones, and runs as it is: {error}" + (

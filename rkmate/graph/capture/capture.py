@@ -30,7 +30,7 @@ from rkmate.graph.capture.effects import (
 )
 from rkmate.graph.capture.opaque import Opaque, with_opaque
 from rkmate.graph.capture.recipe import Recipe
-from rkmate.graph.capture.refusals import explained, has_generator, is_data_dependent
+from rkmate.graph.capture.refusals import OWN_GENERATOR, explained, has_generator, is_data_dependent
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
 from rkmate.graph.capture.state import MISSING, Assigned, HostDraws, PythonState
 from rkmate.graph.capture.structure import Structure, piece_name, take_apart
@@ -410,9 +410,7 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
         elif node.op == "get_attr":
             value = getattr(module, node.target)
             if not isinstance(value, torch.Tensor) and has_generator(model):
-                raise CaptureError(f"{type(model).__name__} draws from a torch.Generator of its own, "
-                                   "whose state a plan cannot keep: draw from the default generator "
-                                   "(torch.manual_seed seeds it)")
+                raise CaptureError(f"{type(model).__name__} {OWN_GENERATOR}")
             if not isinstance(value, torch.Tensor):
                 raise CaptureError(f"{type(model).__name__} uses the higher-order operation "
                                    f"{node.target}, which cannot be planned statically; "

@@ -70,7 +70,7 @@ class ChangedObject:
 
 @dataclass(frozen=True)
 class Effects:
-    """All that a forward leaves changed, but for tensors that it writes to."""
+    """Everything that a forward leaves changed, except tensors that it writes to."""
 
     attributes: tuple[Written, ...] = ()
     objects: tuple[ChangedObject, ...] = ()

@@ -46,6 +46,11 @@ _DROPS = re.compile(r"layer_?drop$")
 _FUSED = "FusedMovingAvgObsFakeQuantize"
 
 
+OWN_GENERATOR = ("draws from a torch.Generator of its own, whose state a plan cannot keep: draw from the "
+                 "default generator (torch.manual_seed seeds it)")
+"""Said of a model, after its name."""
+
+
 def way_out(model: nn.Module, place: str, text: str) -> str:
     """Return a sentence that names what to change, with a blank before it.
 
@@ -56,8 +61,7 @@ def way_out(model: nn.Module, place: str, text: str) -> str:
 
 def _own_generator(model: nn.Module, place: str, text: str) -> str:
     if "torch._C.Generator" in text and has_generator(model):
-        return ("It draws from a torch.Generator of its own, whose state a plan cannot keep: draw from the "
-                "default generator (torch.manual_seed), or draw outside and pass the numbers.")
+        return f"It {OWN_GENERATOR}."
     return ""
 
 
