@@ -471,8 +471,8 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         measured = f" {_said(_ratio(row.off_step, row.on_step))} |" if steps else ""
         costs = f" {row.costs} |" if both else ""
-        lines.append(f"| {row.model} | {row.budget} |{costs} {_said(row.time)} | {_said(row.peak)} |{measured} "
-                     f"{_seconds(row.on_planning)} | {_seconds(row.off_planning)} |")
+        lines.append(f"| {row.model} | {row.budget} |{costs} {_said(row.time)} | {_said(row.peak)} |"
+                     f"{measured} {_seconds(row.on_planning)} | {_seconds(row.off_planning)} |")
     return "\n".join(lines)
 
 
