@@ -29,9 +29,9 @@ class Plan(PlanData):
         return table(self)
 
     def _repr_html_(self) -> str:
-        from rkmate.show.report import summary_html
+        from rkmate.show.notebook import plan_html
 
-        return summary_html(self)
+        return plan_html(self)
 
     def explain(self) -> str:
         """Explain the plan in sentences: where the memory goes, what the peak consists of, and what a smaller
@@ -98,16 +98,18 @@ class Plan(PlanData):
 
     def report(self, path: str | Path, *, curve: Sequence[Plan] = (),
                measured: Peak[Any] | None = None, date: datetime.date | None = None) -> Path:
-        """Write one self-contained HTML page: figures, pictures, graphs and the generated source.
+        """Write one HTML page to look into: memory at each step, what is in memory then, by module or tensor,
+        what is recomputed and why, a search, graphs and the generated source. The page needs no network.
 
         Args:
             path: the file to write.
-            curve: plans for other budgets, as `rkmate.tradeoff` returns them.
+            curve: plans for other budgets, as `rkmate.tradeoff` returns them. A slider on the page shows
+                them.
             measured: a training step's memory as `rkmate.measure_step` returns it.
             date: date on the page; today's by default.
 
-        Raises:
-            MissingExtra: matplotlib is not installed (``pip install "rkmate[plots]"``).
+        Returns:
+            The path of the file that was written.
         """
         from rkmate.show.report import report
 

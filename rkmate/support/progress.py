@@ -1,4 +1,4 @@
-"""Progress of planning, on a terminal; silent elsewhere."""
+"""Progress of planning, on a terminal and in a notebook; silent elsewhere."""
 
 from __future__ import annotations
 
@@ -54,11 +54,19 @@ def time_left(seconds: float | None) -> str:
     return f"about {round(seconds / 60)} min left"
 
 
+def in_notebook() -> bool:
+    """Return whether the code runs in a notebook's kernel (Jupyter, Colab), which shows a bar
+    that is written again and again on one line."""
+    interactive = sys.modules.get("IPython")
+    shell = None if interactive is None else interactive.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
 class Progress:
     """Shows which stage runs and how far it is."""
 
     def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled and sys.stderr.isatty()
+        self.enabled = enabled and (sys.stderr.isatty() or in_notebook())
 
     @contextmanager
     def stage(self, name: str, total: int | None) -> Iterator[Callable[[int], None]]:
