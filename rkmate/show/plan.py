@@ -114,3 +114,26 @@ class Plan(PlanData):
         from rkmate.show.report import report
 
         return report(self, path, curve, measured, date or datetime.date.today())
+
+    def to_chrome_trace(self, path: str | Path) -> Path:
+        """Write the predicted step as a trace for Perfetto (https://ui.perfetto.dev) and chrome://tracing:
+        computations and waits, copies away and back on clocks of their own, and counters of the memory.
+
+        Returns:
+            The path of the file that was written.
+        """
+        from rkmate.show.viewers import write_chrome_trace
+
+        return write_chrome_trace(self, path)
+
+    def to_memory_snapshot(self, path: str | Path) -> Path:
+        """Write the predicted step as a snapshot for PyTorch's memory viewer (https://pytorch.org/memory_viz),
+        in the format of ``torch.cuda.memory._dump_snapshot``. An allocation names its tensor, module and
+        operation instead of a stack trace, and its category is its kind.
+
+        Returns:
+            The path of the file that was written.
+        """
+        from rkmate.show.viewers import write_memory_snapshot
+
+        return write_memory_snapshot(self, path)
