@@ -124,6 +124,8 @@ function phase(v, row) {
 
 /* ---- state ---- */
 let now = data.here, v = view(now), from = 0, to = v.whole, chosen = v.peakRow, words = [], mode = "modules";
+let joined = new Set(v.modules.map(m => m[0])).size > 60;      /* modules that differ in numbers alone: one row */
+const star = path => joined ? path.replace(/(^|\.)\d+(?=\.|$)/g, "$1*") : path;
 const found = {tensors: new Set(), runs: new Set()};
 const matches = text => words.every(w => text.includes(w));
 
@@ -368,9 +370,9 @@ function drawMoment() {
     `${size(shown.reduce((n, s) => n + s.bytes, 0))}. ` : "") + "A click on the curve shows another moment.";
   const modules = new Map();
   for (const s of shown) {
-    const m = modules.get(s.module) || {bytes: 0, tensors: []};
+    const path = star(s.module), m = modules.get(path) || {bytes: 0, tensors: []};
     m.bytes += s.bytes; m.tensors.push(s);
-    modules.set(s.module, m);
+    modules.set(path, m);
   }
   $("moment").replaceChildren(mode === "modules"
     ? table(["module", "bytes", "share", "tensors", "the largest"], [...modules].map(([path, m]) => [path || "no module",
@@ -381,15 +383,30 @@ function drawMoment() {
   for (const b of [$("by-module"), $("by-tensor")]) b.setAttribute("aria-pressed", b.id === (mode === "modules" ? "by-module" : "by-tensor"));
   $("to-peak").hidden = peak;
 }
+for (const b of [$("join"), $("join-modules")]) b.onclick = () => { joined = !joined; drawMoment(); drawModules(); };
 $("by-module").onclick = () => { mode = "modules"; drawMoment(); };
 $("by-tensor").onclick = () => { mode = "tensors"; drawMoment(); };
 
 /* ---- what is recomputed, by module ---- */
 function drawModules() {
-  const rows = v.modules.filter(m => !words.length || matches(`${m[0]} ${m[5]}`.toLowerCase()));
+  const paths = new Map(), rows = [];
+  const shown = v.modules.filter(m => !words.length || matches(`${m[0]} ${m[5]}`.toLowerCase()));
+  for (const m of shown) {
+    const path = star(m[0]), row = paths.get(path);
+    if (!row) {
+      rows.push([path, ...m.slice(1)]);
+      paths.set(path, rows[rows.length - 1]);
+      continue;
+    }
+    for (const k of [1, 2, 3, 4]) row[k] += m[k];
+    row[5] = [...new Set([...row[5].split(", "), ...m[5].split(", ")])].filter(o => o).join(", ");
+    row[6] = row[3] && row[4] ? `frees ${size(row[3])} for ${duration(row[4])}: ${size(row[3] / row[4] * 1e6)} a ms` : row[6] || m[6];
+  }
+  for (const b of [$("join"), $("join-modules")]) b.setAttribute("aria-pressed", joined);
+  rows.sort((a, b) => b[3] - a[3]);
   const sends = v.copies.length > 0;
   const sum = k => rows.reduce((n, m) => n + m[k], 0);
-  $("modules-words").textContent = `${count(rows.length, "module")}: between forward and backward ${size(sum(1))} stay` +
+  $("modules-words").textContent = `${count(shown.length, "module")}: between forward and backward ${size(sum(1))} stay` +
     `${sends ? `, ${size(sum(2))} are away` : ""} and ${size(sum(3))} are forgotten, for ${duration(sum(4))} of computing again.`;
   $("module-rows").replaceChildren(table(["module", "keeps", ...(sends ? ["sends"] : []), "forgets", "time again", "what runs again", "why"],
     rows.map(m => [m[0], [size(m[1]), m[1]], ...(sends ? [[size(m[2]), m[2]]] : []), [size(m[3]), m[3]],

@@ -151,8 +151,8 @@ def _timeline(replayed: Occupancy) -> Iterator[str]:
 def _moment() -> Iterator[str]:
     yield '<h2 id="peak"><span id="moment-title">What is in memory at the peak</span></h2>'
     yield ('<p id="moment-words"></p><div class="tools"><button type="button" id="by-module">by module'
-           '</button><button type="button" id="by-tensor">by tensor</button><button type="button" '
-           'id="to-peak" hidden>back to the peak</button></div>')
+           '</button><button type="button" id="by-tensor">by tensor</button><button type="button" id="join">'
+           'join alike</button><button type="button" id="to-peak" hidden>back to the peak</button></div>')
     yield '<div class="tall" id="moment"></div>'
 
 
@@ -178,8 +178,9 @@ def _away(replayed: Occupancy) -> Iterator[str]:
 
 _MODULES = (
     '<h2 id="modules">What is forgotten and recomputed, by module</h2>',
-    '<p id="modules-words"></p><p class="faint">Bytes between forward and backward; time of one step. '
-    'The head of a column sorts by it.</p><div class="tall" id="module-rows"></div>')
+    '<p id="modules-words"></p><div class="tools"><button type="button" id="join-modules">join alike</button>'
+    '<span class="faint">Bytes between forward and backward; time of one step. The head of a column sorts by '
+    'it.</span></div><div class="tall" id="module-rows"></div>')
 
 
 def _pictures(plan: PlanData, replayed: Occupancy) -> dict[str, str]:

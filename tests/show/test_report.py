@@ -26,7 +26,7 @@ from rkmate.show.amounts import duration, size
 from rkmate.show.page_data import WAIT, page_data, rows_of
 from rkmate.show.replay import KINDS, WHOLE, replay, replay_baseline
 from rkmate.show.report import asset, own_ids, source_html
-from rkmate.show.words import by_module
+from rkmate.show.words import alike, by_module
 from tests.show.models import PLANS, curve, in_one_process, long_plan, scores_plan, tower, wrapped
 from tests.show.sending import sent_plan
 
@@ -82,13 +82,42 @@ window.addEventListener("load", () => setTimeout(() => {
         return [e.textContent.trim().slice(0, 40), parseFloat(getComputedStyle(e).fontSize) * scale];
       }).filter(([, pixels]) => pixels < 11.8);
     result.wide = document.documentElement.scrollWidth - window.innerWidth;
+    const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
+    const light = colour => numbers(colour).slice(0, 3).map(c => c / 255)
+      .map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+      .reduce((sum, c, k) => sum + c * [0.2126, 0.7152, 0.0722][k], 0);
+    const behind = e => {
+      const colour = getComputedStyle(e).backgroundColor, [, , , seen = 1] = numbers(colour);
+      return seen === 1 && !colour.startsWith("color") || !e.parentElement ? colour : behind(e.parentElement);
+    };
+    result.pale = [...document.querySelectorAll("body *")].filter(e => !e.closest(".pane, script, noscript")
+      && e.getClientRects().length && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()))
+      .map(e => {
+        const style = getComputedStyle(e), text = light(e.closest("svg") ? style.fill : style.color);
+        const [a, b] = [text, light(behind(e))].sort((a, b) => b - a);
+        return [e.textContent.trim().slice(0, 40), (a + 0.05) / (b + 0.05)];
+      }).filter(([, contrast]) => contrast < 4.5);
+    result.width = window.innerWidth;
+    result.back = getComputedStyle(document.body).backgroundColor;
     const box = document.createElement("pre");
     box.id = "result";
     box.textContent = JSON.stringify(result);
+    if (window.parent !== window) window.parent.postMessage(box.textContent, "*");
     document.body.append(box);
   }, 300);
 }, 300));
 </script>"""
+
+
+NARROW = """<!doctype html><html style="color-scheme: light dark"><body><script>
+window.addEventListener("message", e => {
+  const box = document.createElement("pre");
+  box.id = "result";
+  box.textContent = e.data;
+  document.body.append(box);
+});
+</script><iframe src="checked.html" style="border: 0; width: 400px; height: 1000px"></iframe></body></html>"""
+"""A page inside of a frame: the browser's own window is never narrower than 500 pixels."""
 
 
 class Collector(HTMLParser):
@@ -311,12 +340,13 @@ def test_identifiers_of_pictures_are_told_apart() -> None:
                                  '<g clip-path="url(#x-p)"/><a xlink:href="#other"/></svg>')
 
 
-def browse(path: Path, folder: Path, width: int = 1240) -> tuple[dict[str, Any], str]:
+def browse(path: Path, folder: Path, width: int = 1240, dark: bool = False) -> tuple[dict[str, Any], str]:
     """What the check finds on a page, and what the browser writes on its console."""
     assert CHROMIUM is not None
     done = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
          f"--user-data-dir={folder / 'profile'}", f"--window-size={width},1000",
+         f"--blink-settings=preferredColorScheme={0 if dark else 1}",
          "--virtual-time-budget=8000", "--enable-logging=stderr", "--dump-dom", path.as_uri()],
         capture_output=True, text=True, timeout=120, check=True)
     found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.S)
@@ -327,11 +357,14 @@ def browse(path: Path, folder: Path, width: int = 1240) -> tuple[dict[str, Any],
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [pytest.param(1240, marks=pytest.mark.slow), 500])
-def test_the_page_works_in_a_browser(page: str, width: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("width", "dark"), [pytest.param(1240, False, marks=pytest.mark.slow), (400, True)])
+def test_the_page_works_in_a_browser(page: str, width: int, dark: bool, tmp_path: Path) -> None:
     checked = tmp_path / "checked.html"
     checked.write_text(page.replace("</head>", CHECK + "</head>"), encoding="utf-8")
-    result, console = browse(checked, tmp_path, width)
+    if width < 500:
+        checked = tmp_path / "narrow.html"
+        checked.write_text(NARROW, encoding="utf-8")
+    result, console = browse(checked, tmp_path, max(width, 500), dark)
     assert not console
     assert result["errors"] == []
     assert len(result["blocks"]) == len(wrapped().plan.blocks)
@@ -342,6 +375,9 @@ def test_the_page_works_in_a_browser(page: str, width: int, tmp_path: Path) -> N
     assert result["overlaps"] == []
     assert result["small"] == []
     assert result["wide"] <= 0
+    assert result["width"] == width
+    assert result["pale"] == []
+    assert result["back"] == ("rgb(20, 24, 29)" if dark else "rgb(255, 255, 255)")
 
 
 LOOK = """<script>
@@ -412,6 +448,9 @@ const look = setInterval(() => {
   }
   $("to-own").click();
   result.own = $("slider-words").textContent;
+  $("join-modules").click();
+  result.joined = cells("module-rows");
+  $("join").click();
   // A column sorts.
   [...$("module-rows").querySelectorAll("th button")].find(b => b.textContent === "keeps").click();
   result.sorted = cells("module-rows").map(r => r[1]);
@@ -490,6 +529,9 @@ def test_hover_zoom_search_and_budgets_work_in_a_browser(page: str, tmp_path: Pa
         assert f", {size(p.peak_bytes)}, while" in moment
         assert own == (p is plan)
     assert result["own"] == f"{size(plan.budget_bytes)}: time {plan.overhead:+.1%}"
+    assert {row[0]: tuple(row[1:3]) for row in result["joined"]} == {
+        r.path or WHOLE: (size(r.kept_bytes), size(r.forgotten_bytes))
+        for r in alike(by_module(replayed, replay_baseline(plan)))}
     kept = sorted((r.kept_bytes for r in by_module(replayed, replay_baseline(plan))), reverse=True)
     assert result["sorted"] == [size(n) for n in kept]
 
@@ -498,9 +540,11 @@ def test_hover_zoom_search_and_budgets_work_in_a_browser(page: str, tmp_path: Pa
 def test_the_check_sees_overlapping_text_and_errors(tmp_path: Path) -> None:
     bad = tmp_path / "bad.html"
     bad.write_text("<!doctype html><html><head>" + CHECK + "</head><body><svg><text x='5' y='20'>one"
-                   "</text><text x='7' y='22'>two</text></svg><script>missing();</script>"
+                   "</text><text x='7' y='22'>two</text></svg><p style='color: #999'>pale</p>"
+                   "<script>missing();</script>"
                    "</body></html>", encoding="utf-8")
     result, console = browse(bad, tmp_path)
     assert len(result["overlaps"]) == 1
+    assert [text for text, _ in result["pale"]] == ["pale"]
     assert result["errors"]
     assert "missing is not defined" in console
