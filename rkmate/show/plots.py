@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,14 +32,23 @@ BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "al
 
 
 def figure(width: float, height: float, **subplots: Any) -> tuple[Any, Any]:
-    """Return a figure of its own (no global state) and its axes. Sizes in inches."""
+    """Return a figure of its own (no global state) and its axes. Sizes in inches. A notebook shows it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra("pictures of time and memory need matplotlib: "
                            'pip install "rkmate[plots]"') from error
-    made = Figure(figsize=(width, height), layout="constrained")
+    made: Any = Figure(figsize=(width, height), layout="constrained")
+    # matplotlib tells notebooks how to show a figure when `pyplot` is imported, which needs global state.
+    made._repr_png_ = partial(_png, made)
     return made, made.subplots(**subplots)
+
+
+def _png(made: Any) -> bytes:
+    buffer = io.BytesIO()
+    with styled():
+        made.savefig(buffer, format="png", dpi=100)
+    return buffer.getvalue()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -65,17 +66,47 @@ def test_a_curve_shows_a_point_for_each_plan() -> None:
     assert "<script" not in curve_svg(plans, plans.points)
 
 
+def test_a_figure_shows_itself_without_pyplot() -> None:
+    for figure in (wrapped().plan.plot(), curve().plot()):
+        assert figure._repr_png_().startswith(b"\x89PNG")
+        assert pickle.loads(pickle.dumps(figure))._repr_png_() == figure._repr_png_()
+
+
+class Kernel:
+    """A notebook's IPython, as far as progress needs it: what each cell shows, by the display's number."""
+
+    def __init__(self, shell: object) -> None:
+        self.shell = shell
+        self.lines: list[list[str]] = []
+
+    def get_ipython(self) -> object:
+        return self.shell
+
+    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> SimpleNamespace:
+        assert raw and display_id
+        mine = [data["text/plain"]]
+        self.lines.append(mine)
+        return SimpleNamespace(update=lambda data, raw: mine.append(data["text/plain"]))
+
+
 @pytest.mark.parametrize(("shell", "shown"), [
     (SimpleNamespace(kernel=object()), True), (SimpleNamespace(), False), (None, False)])
 def test_progress_is_shown_in_a_kernel(shell: object, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`shell`: a notebook's, a terminal's IPython, none."""
-    out = io.StringIO()
+    kernel, out = Kernel(shell), io.StringIO()
     monkeypatch.setattr(sys, "stderr", out)
     monkeypatch.setattr("rkmate.support.progress.DELAY", 0.0)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    with Progress(True).stage("solving", 4) as tick:
-        tick(2)
-    assert ("rkmate: solving" in out.getvalue()) == shown
+    for name in ("IPython", "IPython.display"):
+        monkeypatch.setitem(sys.modules, name, kernel)
+    progress = Progress(True)
+    for stage in ("capturing", "solving"):
+        with progress.stage(stage, 4) as tick:
+            tick(2)
+    assert out.getvalue() == ""
+    assert len(kernel.lines) == shown, "both stages in one place"
+    if shown:
+        assert all(any(stage in line for line in kernel.lines[0]) for stage in ("capturing", "solving"))
+        assert kernel.lines[0][-1] == "", "and at the end it is empty"
     with Progress(False).stage("capturing", 4):
         pass
-    assert "capturing" not in out.getvalue()
+    assert len(kernel.lines) == shown
