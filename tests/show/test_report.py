@@ -539,10 +539,10 @@ def test_hover_zoom_search_and_budgets_work_in_a_browser(page: str, tmp_path: Pa
 @needs_browser
 def test_the_check_sees_overlapping_text_and_errors(tmp_path: Path) -> None:
     bad = tmp_path / "bad.html"
-    bad.write_text("<!doctype html><html><head>" + CHECK + "</head><body><svg><text x='5' y='20'>one"
-                   "</text><text x='7' y='22'>two</text></svg><p style='color: #999'>pale</p>"
-                   "<script>missing();</script>"
-                   "</body></html>", encoding="utf-8")
+    bad.write_text("<!doctype html><html><head>" + CHECK + "</head><body style='background: #fff'><svg>"
+                   "<text x='5' y='20'>one</text><text x='7' y='22'>two</text></svg>"
+                   "<p style='color: #999'>pale</p><script>missing();</script></body></html>",
+                   encoding="utf-8")
     result, console = browse(bad, tmp_path)
     assert len(result["overlaps"]) == 1
     assert [text for text, _ in result["pale"]] == ["pale"]
