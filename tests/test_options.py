@@ -28,7 +28,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "max_batch_size": (rkmate.max_batch_size,
                        "model make_inputs device_memory optimizer_states most device"),
     "shared_plan": (rkmate.shared_plan, "model args kwargs budget group"),
-    "BudgetCallback": (_BudgetCallback.__init__, "budget"),
+    "BudgetCallback": (_BudgetCallback.__init__, "budget log_to"),
 }
 """By name: the call, and what it takes beside the options."""
 X = torch.randn(4, 8)
