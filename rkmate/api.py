@@ -15,7 +15,12 @@ from torch import nn
 from rkmate.budget import Budget, parse_budget
 from rkmate.devices import GPU
 from rkmate.errors import ArgumentError, CaptureError, RkmateError, sendable
-from rkmate.graph.capture.refusals import flags_to_plan, refuse_data_parallelism, refuse_what_cannot_repeat
+from rkmate.graph.capture.refusals import (
+    flags_to_plan,
+    refuse_data_parallelism,
+    refuse_parallelism,
+    refuse_what_cannot_repeat,
+)
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import ADAM_STATES, BatchSize, device_share, largest_batch
 from rkmate.pipeline.loss import loss_inside, traceable
@@ -24,6 +29,7 @@ from rkmate.pipeline.search import make_curve, make_plan
 from rkmate.planners.registry import SENDING
 from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.apply import (
+    is_sharded,
     planned_call_of,
     put_plan_into,
     put_plans_into_layers,
@@ -120,8 +126,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
 
     Args:
         model: the module to train. `remove` undoes `apply`; a second `apply` replaces the first. If the model
-            was sharded by ``fully_shard``, each sharded layer gets a plan of its own and a share of the
-            budget; `applied` then shows the plan of each layer.
+            is sharded by ``fully_shard``, before or after this call, each sharded layer (the innermost ones)
+            gets a plan of its own and a share of the budget; `applied` then shows the plan of each layer.
         args, kwargs: sample inputs, to plan now. Without them, the first call that records gradients is
             planned when it comes: with the real batch, in the mode that it is trained in.
         budget: as for `wrap`; a fraction refers to the peak of the first call.
@@ -145,6 +151,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
                             "(.original)")
     check_model(model)
     layers = sharded_layers(model)
+    if not layers:
+        refuse_parallelism(model, hooks_outside=is_sharded(model))
     if layers and call.settings.gradients == "in_place":
         refuse_data_parallelism(*layers)
     if layers and sampled:

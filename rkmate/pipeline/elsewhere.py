@@ -14,6 +14,7 @@ from torch import nn
 from rkmate.device.elsewhere import planning_for
 from rkmate.devices import GPU, checked
 from rkmate.errors import ArgumentError
+from rkmate.graph.capture.refusals import refuse_parallelism
 from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import capture_lock, planning_lock
@@ -50,6 +51,8 @@ def sample_for(device: GPU | str | None, model: Any, args: Any, kwargs: Any,
     if device is None:
         return None, model, args, kwargs
     gpu = checked(device)
+    if isinstance(model, nn.Module):
+        refuse_parallelism(model)           # before a copy, which sharded modules refuse
     memo: dict[int, Any] = {}
     for t in (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ():
         if t.is_meta:

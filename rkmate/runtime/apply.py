@@ -18,6 +18,7 @@ from torch import nn
 
 from rkmate.budget import Budget
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
+from rkmate.graph.capture.refusals import refuse_data_parallelism
 from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
 from rkmate.runtime.parts import Parts, Watch, take_watch_from
 from rkmate.runtime.plan_cache import (
@@ -29,6 +30,7 @@ from rkmate.runtime.plan_cache import (
     Specialization,
 )
 from rkmate.show.plan import Plan
+from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, own_call, replace_call
 
 # -- Sharded layers --------------------------------------------------------------------------------
@@ -36,8 +38,10 @@ from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, own_call, re
 # Budgets for a model whose layers are sharded by `fully_shard` (FSDP2).
 #
 # Each sharded layer gathers its parameters in hooks around its forward and its backward, so each is planned
-# by itself, and its hooks stay outside of its plan. One step calls all of them before the first backward:
-# similar layers (of one class, with parameters of the same shapes) share a budget as several calls of one
+# by itself, and its hooks stay outside of its plan. Where a layer has sharded parts, these are planned. The
+# first call finds the layers of a model that was sharded after `apply`.
+#
+# One step calls all of them before the first backward: similar layers (of one class, with parameters of the same shapes) share a budget as several calls of one
 # module do, and layers of different kinds share the whole in proportion to the bytes of their parameters.
 # The limit on data that may be away at once (`rkmate.Offload`) is shared in the same way.
 
@@ -57,15 +61,9 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def sharded_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost sharded modules inside of a model, the model itself left out."""
-    found: list[nn.Module] = []
-    todo = list(model.children())
-    for module in todo:                     # grows while it is walked
-        if is_sharded(module):
-            found.append(module)
-        else:
-            todo += module.children()
-    return found
+    """Return the innermost sharded modules inside of a model, the model itself left out."""
+    sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
+    return [m for m in sharded if not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
 
 
 def shares(model: nn.Module, layers: list[nn.Module], planning: Planning) -> list[Share]:
@@ -137,6 +135,10 @@ class _Planned(PlannedModule):
 
     def _new_signature(self, key: Any, args: tuple[Any, ...],
                        kwargs: dict[str, Any]) -> Specialization | None:
+        layers = sharded_layers(self._original)
+        if layers:
+            move_plan_into_layers(self._original, layers)
+            return None
         if self._refused is None:
             return super()._new_signature(key, args, kwargs)
         try:
@@ -209,6 +211,11 @@ class PlannedCall:
             self._forward = _Planned(self._model, self._own_forward, replace(planning, hooks_outside=True),
                                      verify, on_new_shape, refused, plans)
         return self._forward
+
+    @property
+    def made_with(self) -> tuple[Planning, bool, NewShape]:
+        """The arguments of `put_plan_into` that plans are made with."""
+        return self._made_with[:3]
 
     @property
     def latest(self) -> _Planned:
@@ -324,7 +331,37 @@ def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: P
         _refuse_compiled(layer)             # before any is changed
     take_plan_from(model)
     for share in found:
-        put_plan_into(share.layer, share.planning, verify, on_new_shape)
+        put_plan_into(share.layer, share.planning, verify, on_new_shape, _naming(model, share.layer))
+
+
+def move_plan_into_layers(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Share the budget of a module among its layers, which were sharded after `put_plan_into`."""
+    call = planned_call_of(model)
+    assert call is not None
+    planning, verify, on_new_shape = call.made_with
+    if planning.settings.gradients == "in_place":
+        refuse_data_parallelism(*layers)
+    if call.latest.has_plan:
+        warn(f"{type(model).__name__} was sharded (fully_shard) after it was planned: the plan is dropped, and "
+             "each sharded layer is planned at its first call")
+    parts = None if planning.settings.parts == "auto" else planning.settings.parts
+    put_plans_into_layers(model, layers, replace(planning, counts_calls=False, settings=replace(
+        planning.settings, parts=parts)), verify, on_new_shape)
+
+
+def _naming(model: nn.Module, layer: nn.Module) -> Refused:
+    """Return what raises again, with the layer's name, that a budget is too small."""
+    name = next(n for n, m in model.named_modules() if m is layer)
+
+    def told(error: RkmateError) -> bool:
+        if isinstance(error, InfeasibleBudget):
+            raise InfeasibleBudget(
+                f"{name} of {type(model).__name__}, a sharded layer, is planned by itself: {error}. If it needs "
+                "no plan, apply budgets to the other layers one by one (rkmate.apply(layer, budget=...))",
+                error.minimum_bytes) from error
+        return False
+
+    return told
 
 
 def _sharing(planning: Planning) -> Planning:

@@ -17,7 +17,7 @@ from rkmate.device import Statistics
 from rkmate.device.statistics import PeakWatch
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.effects import leaves_of
-from rkmate.graph.capture.refusals import refuse_data_parallelism
+from rkmate.graph.capture.refusals import refuse_data_parallelism, refuse_flat_parameters
 from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.settings import NewShape as NewShape
 from rkmate.runtime.environment import RerunState
@@ -250,6 +250,7 @@ class PlannedModule(StandIn):
 
     def _new_signature(self, key: Any, args: tuple[Any, ...],
                        kwargs: dict[str, Any]) -> Specialization | None:
+        refuse_flat_parameters(self._original)
         if len(self._plans):
             if self._on_new_shape == "error":
                 raise ArgumentError(f"a call differs from the planned ones in {self._plans.differing(key)}; "

@@ -115,8 +115,7 @@ def _sharded_inside(rank: int, options: dict[str, bool], out: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
-    with pytest.warns(rkmate.RkmateWarning, match="forward hooks"), \
-            pytest.raises(rkmate.ArgumentError, match=r"DTensor.*fully_shard\(rkmate\.wrap"):
+    with pytest.raises(rkmate.ArgumentError, match=r"DTensor that fully_shard.*fully_shard\(rkmate\.wrap"):
         planned(model, x, settings=QUICK)
     module = fully_shard(model, mesh=mesh)         # as it was: it trains
     for _ in range(2):
@@ -135,20 +134,38 @@ class _Layer(nn.Module):
         return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
 
+class _Nested(nn.Module):
+    """A layer with a part that is sharded by itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), _Layer(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(self.norm(x))
+
+
 def _sharded_by_layers(rank: int, options: dict[str, bool], out: Path) -> None:
     """Plain shards and planned ones, step by step: equal bits, and layers within their share."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
 
     mesh = init_device_mesh("cpu", (2,))
 
     def trained(plan: bool) -> tuple[nn.Module, list[torch.Tensor], int]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(100, 64), *(_Layer(64) for _ in range(4)), nn.Linear(64, 100))
+        kind = _Nested if options["nested"] else _Layer
+        model = nn.Sequential(nn.Embedding(100, 64), *(kind(64) for _ in range(4)), nn.Linear(64, 100))
+        if plan and options["before"]:
+            assert rkmate.apply(model, budget=0.5, progress=False, settings=QUICK) is model
         for layer in model[1:5]:
+            if options["nested"]:
+                fully_shard(layer.inner, mesh=mesh)
             fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        if plan:
+        if options["root"]:
+            fully_shard(model, mesh=mesh)
+        if plan and not options["before"]:
             assert rkmate.apply(model, budget=0.5, progress=False, settings=QUICK) is model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses, peak = [], 0
@@ -164,12 +181,14 @@ def _sharded_by_layers(rank: int, options: dict[str, bool], out: Path) -> None:
             peak = rkmate.measure_step(model, step).peak if k == 2 else step() or 0
             optimizer.step()
             optimizer.zero_grad()
-        return model, [*losses, *(p.full_tensor().detach() for p in model.parameters())], peak
+        whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+        return model, [*losses, *(p.detach() for p in whole)], peak
 
     _, plain, before = trained(False)
     model, planned_, after = trained(True)
     assert all(torch.equal(a, b) for a, b in zip(plain, planned_, strict=True))
-    shown = [rkmate.applied(layer) for layer in model[1:5]]
+    layers = [layer.inner if options["nested"] else layer for layer in model[1:5]]
+    shown = [rkmate.applied(layer) for layer in layers]
     plans = [s.plan for s in shown if s is not None]
     assert len(plans) == 4
     assert all(p.calls == 4 and p.peak_bytes <= p.budget_bytes < p.baseline_peak_bytes for p in plans)
@@ -178,7 +197,7 @@ def _sharded_by_layers(rank: int, options: dict[str, bool], out: Path) -> None:
     assert after <= before - 0.8 * saved, (before, after, saved)
     assert rkmate.applied(model) is None
     rkmate.remove(model)
-    assert all(rkmate.applied(layer) is None for layer in model[1:5])
+    assert all(rkmate.applied(layer) is None for layer in layers)
     with pytest.raises(rkmate.ArgumentError, match="exchanges gradients"):
         rkmate.apply(model, budget=0.5, settings=Settings(gradients="in_place"))
     with pytest.raises(rkmate.ArgumentError, match="leave out the sample inputs"):
@@ -244,7 +263,17 @@ def test_shards_under_a_planned_module_are_refused(processes: Processes) -> None
 
 
 def test_layers_that_are_sharded_share_a_budget(processes: Processes) -> None:
-    _in_two(processes, _sharded_by_layers)
+    _in_two(processes, _sharded_by_layers, before=False, nested=False, root=True)
+
+
+@pytest.mark.parametrize("root", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_budget_from_before_the_model_was_sharded(processes: Processes, root: bool) -> None:
+    _in_two(processes, _sharded_by_layers, before=True, nested=False, root=root)
+
+
+@pytest.mark.parametrize("before", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_parts_of_layers_that_are_sharded_are_planned(processes: Processes, before: bool) -> None:
+    _in_two(processes, _sharded_by_layers, before=before, nested=True, root=True)
 
 
 @pytest.mark.slow

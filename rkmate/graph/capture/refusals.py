@@ -143,6 +143,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
                               hooks_outside: bool = False) -> None:
     """Raise for what a trace would silently lose. `hooks_outside`: those of the module itself are no part of
     the trace, only its forward is."""
+    refuse_parallelism(model, hooks_outside=hooks_outside)
     if global_backward_hooks():
         raise CaptureError("there are backward hooks around every module "
                            "(register_module_full_backward_hook), which a planned step cannot run: "
@@ -173,6 +174,9 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
             raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
                                 'it with backend="rkmate"')
     for value in objects_in((args, kwargs)):
+        if _is_distributed(value):
+            raise ArgumentError("an input tensor is a DTensor: a plan computes with plain tensors. Give the "
+                                "module its local part (to_local), or leave the module without a plan")
         if isinstance(value, torch.Tensor):
             devices.of(value)
         if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested):
@@ -190,12 +194,9 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
                                 "before wrapping it")
         if tensor.is_meta:
             raise ArgumentError(f"{tensor_name} is on the meta device: give the model memory first "
-                                "(model.to_empty)")
+                                "(model.to_empty), or plan for a GPU that this machine need not have "
+                                "(rkmate.plan(..., device=rkmate.devices.H100))")
         devices.of(tensor)
-        if type(tensor).__name__ == "DTensor":
-            raise ArgumentError(
-                f"{tensor_name} is a DTensor: a sharded model cannot be captured. Wrap the model "
-                "first, and shard the wrapped module (fully_shard(rkmate.wrap(...)))")
         if is_made_of_pieces(tensor) and tensor.requires_grad:
             raise ArgumentError(
                 f"{tensor_name} is a {type(tensor).__name__} that requires a gradient: weights that are made "
@@ -328,6 +329,71 @@ def _through(error: Exception, place: str) -> bool:
 
 def _users(filename: str) -> bool:
     return not filename.startswith(("<", _TORCH, _HERE)) and Path(filename).name not in _DEPRECATING
+
+
+# -- Models that are parallel already --------------------------------------------------------------
+#
+# Wrappers that exchange gradients or gather parameters, and parameters that are spread over ranks: what each
+# of them needs instead of a plan of the whole.
+
+
+_FLAT = ("FullyShardedDataParallel (FSDP1), which replaces parameters by views of a flat tensor in each forward: "
+         "a plan cannot follow them. Shard with fully_shard (FSDP2), whose layers rkmate.apply(model, "
+         "budget=...) plans")
+_WHOLE_ONLY_IN_A_STEP = "exists as a whole only while its layer runs"
+
+
+def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False) -> None:
+    """Raise `ArgumentError` for a model that was made parallel by others, with what to do instead.
+
+    `hooks_outside`: the module's own hooks run around the trace: if it is sharded, they have gathered its
+    parameters.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    layers: dict[int, str] = {}
+    for name, m in model.named_modules():
+        if m is model and isinstance(m, nn.parallel.DistributedDataParallel):
+            raise ArgumentError("the model is a DistributedDataParallel, which prepares the exchange of gradients "
+                                "around each forward: apply a budget to the module inside of it "
+                                "(rkmate.apply(ddp.module, budget=...)), or wrap that module first "
+                                "(DistributedDataParallel(rkmate.wrap(module, ...)))")
+        if fsdp is not None and isinstance(m, fsdp.FullyShardedDataParallel):
+            raise ArgumentError(f"{name or 'the model'} is a {_FLAT}")
+        if fsdp is not None and isinstance(m, fsdp.FSDPModule) and not (m is model and hooks_outside):
+            layers.update((id(p), name) for p in m.parameters())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if hasattr(tensor, "ds_id"):
+            raise ArgumentError(f"{name} is sharded by DeepSpeed's ZeRO stage 3, and {_WHOLE_ONLY_IN_A_STEP}. "
+                                "Use stage 1 or 2 around a planned module, or shard with fully_shard (FSDP2), "
+                                "whose layers rkmate.apply(model, budget=...) plans")
+        if id(tensor) in layers and _is_distributed(tensor):
+            raise ArgumentError(
+                f"{name} is a DTensor that fully_shard has sharded, and {_WHOLE_ONLY_IN_A_STEP}. Use "
+                "rkmate.apply(model, budget=...) without sample inputs, which plans each sharded layer at the "
+                "first step; or wrap the model first, and shard the wrapped module as one unit "
+                "(fully_shard(rkmate.wrap(...)))")
+        if _is_distributed(tensor):
+            placed = ", ".join(map(str, tensor.placements))  # type: ignore[attr-defined]
+            raise ArgumentError(
+                f"{name} is a DTensor of tensor parallelism ({placed}): its layer communicates inside of its "
+                "forward, and no plan can hold that. Leave modules with such parameters without a plan "
+                "(torch.utils.checkpoint saves memory there), and apply budgets to modules without any "
+                "(rkmate.apply(part, budget=...)); models that fully_shard alone has sharded are planned layer "
+                "by layer")
+
+
+def refuse_flat_parameters(model: nn.Module) -> None:
+    """Raise `ArgumentError` inside of the forward of a FullyShardedDataParallel (FSDP1)."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    frame = sys._getframe() if fsdp is not None else None
+    while fsdp is not None and frame is not None:
+        if isinstance(frame.f_locals.get("self"), fsdp.FullyShardedDataParallel):
+            raise ArgumentError(f"{type(model).__name__} runs inside of a {_FLAT}")
+        frame = frame.f_back
+
+
+def _is_distributed(value: object) -> bool:
+    return type(value).__name__ == "DTensor"
 
 
 # -- Gradients in place ----------------------------------------------------------------------------
