@@ -151,8 +151,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
                             "(.original)")
     check_model(model)
     layers = sharded_layers(model)
-    if not layers:
-        refuse_parallelism(model, hooks_outside=is_sharded(model))
+    if not layers and not is_sharded(model):        # a sharded layer's parameters are seen in its first call
+        refuse_parallelism(model)
     if layers and call.settings.gradients == "in_place":
         refuse_data_parallelism(*layers)
     if layers and sampled:

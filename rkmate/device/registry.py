@@ -35,7 +35,8 @@ def of(where: torch.device | torch.Tensor | str) -> Device:
 def _make(device: torch.device) -> Device:
     if device.type == "meta":
         raise ArgumentError("the device is meta, which has no memory and computes nothing: give the model "
-                            "memory first (model.to_empty)")
+                            "memory first (model.to_empty), or plan for a GPU that this machine need not "
+                            "have (rkmate.plan(..., device=rkmate.devices.H100))")
     if device.type not in _KINDS:
         raise ArgumentError(f"the device is {device}, and rkmate works on {_kinds()} only: move the model "
                             "and its inputs there")

@@ -41,9 +41,10 @@ from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, own_call, re
 # by itself, and its hooks stay outside of its plan. Where a layer has sharded parts, these are planned. The
 # first call finds the layers of a model that was sharded after `apply`.
 #
-# One step calls all of them before the first backward: similar layers (of one class, with parameters of the same shapes) share a budget as several calls of one
-# module do, and layers of different kinds share the whole in proportion to the bytes of their parameters.
-# The limit on data that may be away at once (`rkmate.Offload`) is shared in the same way.
+# One step calls all of them before the first backward: similar layers (of one class, with parameters of the
+# same shapes) share a budget as several calls of one module do, and layers of different kinds share the whole
+# in proportion to the bytes of their parameters. The limit on data that may be away at once
+# (`rkmate.Offload`) is shared in the same way.
 
 
 @dataclass(frozen=True)
@@ -342,8 +343,8 @@ def move_plan_into_layers(model: nn.Module, layers: list[nn.Module]) -> None:
     if planning.settings.gradients == "in_place":
         refuse_data_parallelism(*layers)
     if call.latest.has_plan:
-        warn(f"{type(model).__name__} was sharded (fully_shard) after it was planned: the plan is dropped, and "
-             "each sharded layer is planned at its first call")
+        warn(f"{type(model).__name__} was sharded (fully_shard) after it was planned: the plan is dropped, "
+             "and each sharded layer is planned at its first call")
     parts = None if planning.settings.parts == "auto" else planning.settings.parts
     put_plans_into_layers(model, layers, replace(planning, counts_calls=False, settings=replace(
         planning.settings, parts=parts)), verify, on_new_shape)
@@ -356,9 +357,9 @@ def _naming(model: nn.Module, layer: nn.Module) -> Refused:
     def told(error: RkmateError) -> bool:
         if isinstance(error, InfeasibleBudget):
             raise InfeasibleBudget(
-                f"{name} of {type(model).__name__}, a sharded layer, is planned by itself: {error}. If it needs "
-                "no plan, apply budgets to the other layers one by one (rkmate.apply(layer, budget=...))",
-                error.minimum_bytes) from error
+                f"{name} of {type(model).__name__}, a sharded layer, is planned by itself: {error}. If it "
+                "needs no plan, apply budgets to the other layers one by one (rkmate.apply(layer, "
+                "budget=...))", error.minimum_bytes) from error
         return False
 
     return told

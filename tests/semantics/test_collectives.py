@@ -6,12 +6,7 @@ Both ranks start once, go through all kinds, and are killed at a time limit: not
 from __future__ import annotations
 
 import copy
-import multiprocessing
-import os
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,12 +22,11 @@ from rkmate.graph.capture.collectives import CollectiveError, communicates, refu
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
+from tests.semantics.ranks import Found, found_by_ranks
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
 
-LIMIT = 240.0
-"""Seconds after which both ranks are killed."""
 QUICK = {"options": OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
          "planner": PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0)}
 Way = Callable[[torch.Tensor], torch.Tensor]
@@ -298,43 +292,10 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "groups of one": _in_groups_of_one}
 
 
-def _rank(rank: int, folder: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2,
-                            timeout=timedelta(seconds=LIMIT))
-    for name, task in TASKS.items():
-        try:
-            found = task(rank)
-        except Exception:
-            found = {"failed": traceback.format_exc()}
-        torch.save(found, f"{folder}/{name}-{rank}.pt")
-        if "failed" in found:
-            break               # the other rank may be anywhere now
-    os._exit(0)                 # no destructor of the group waits for the other rank
-
-
-Found = dict[str, list[dict[str, Any]]]
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What both ranks have found, by task."""
-    folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(rank, str(folder)), daemon=True) for rank in range(2)]
-    end = time.monotonic() + LIMIT
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(max(0.0, end - time.monotonic()))
-    for process in ranks:
-        process.kill()
-        process.join()
-    files = {name: [folder / f"{name}-{rank}.pt" for rank in range(2)] for name in TASKS}
-    return {name: [torch.load(p, weights_only=False) if p.exists() else
-                   {"failed": "this rank did not come to an end"} for p in paths]
-            for name, paths in files.items()}
+    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"))
 
 
 def _assert_refused(error: tuple[str, str], *, swallowed: bool = False) -> None:

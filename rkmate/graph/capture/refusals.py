@@ -337,10 +337,9 @@ def _users(filename: str) -> bool:
 # of them needs instead of a plan of the whole.
 
 
-_FLAT = ("FullyShardedDataParallel (FSDP1), which replaces parameters by views of a flat tensor in each forward: "
-         "a plan cannot follow them. Shard with fully_shard (FSDP2), whose layers rkmate.apply(model, "
-         "budget=...) plans")
-_WHOLE_ONLY_IN_A_STEP = "exists as a whole only while its layer runs"
+_BY_LAYERS = "shard with fully_shard (FSDP2), whose layers rkmate.apply(model, budget=...) plans"
+_FLAT = ("FullyShardedDataParallel (FSDP1), which replaces parameters by views of a flat tensor in each "
+         f"forward: a plan cannot follow them. Instead, {_BY_LAYERS}")
 
 
 def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False) -> None:
@@ -349,44 +348,44 @@ def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False) -> None
     `hooks_outside`: the module's own hooks run around the trace: if it is sharded, they have gathered its
     parameters.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    layers: dict[int, str] = {}
-    for name, m in model.named_modules():
-        if m is model and isinstance(m, nn.parallel.DistributedDataParallel):
-            raise ArgumentError("the model is a DistributedDataParallel, which prepares the exchange of gradients "
-                                "around each forward: apply a budget to the module inside of it "
-                                "(rkmate.apply(ddp.module, budget=...)), or wrap that module first "
-                                "(DistributedDataParallel(rkmate.wrap(module, ...)))")
-        if fsdp is not None and isinstance(m, fsdp.FullyShardedDataParallel):
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    layers: set[int] = set()
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ArgumentError("the model is a DistributedDataParallel, which prepares the exchange of "
+                            "gradients around each forward: apply a budget to the module inside of it "
+                            "(rkmate.apply(ddp.module, budget=...)), or wrap that module first "
+                            "(DistributedDataParallel(rkmate.wrap(module, ...)))")
+    for name, m in model.named_modules() if fsdp is not None else ():
+        if isinstance(m, fsdp.FullyShardedDataParallel):
             raise ArgumentError(f"{name or 'the model'} is a {_FLAT}")
-        if fsdp is not None and isinstance(m, fsdp.FSDPModule) and not (m is model and hooks_outside):
-            layers.update((id(p), name) for p in m.parameters())
+        if isinstance(m, fsdp.FSDPModule) and not (m is model and hooks_outside):
+            layers.update(map(id, m.parameters()))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if hasattr(tensor, "ds_id"):
-            raise ArgumentError(f"{name} is sharded by DeepSpeed's ZeRO stage 3, and {_WHOLE_ONLY_IN_A_STEP}. "
-                                "Use stage 1 or 2 around a planned module, or shard with fully_shard (FSDP2), "
-                                "whose layers rkmate.apply(model, budget=...) plans")
-        if id(tensor) in layers and _is_distributed(tensor):
+            raise ArgumentError(f"{name} is sharded by DeepSpeed's ZeRO stage 3, and exists as a whole only "
+                                "while its layer runs. Use stage 1 or 2 around a planned module, or "
+                                f"{_BY_LAYERS}")
+        if not _is_distributed(tensor):
+            continue
+        if id(tensor) in layers:
             raise ArgumentError(
-                f"{name} is a DTensor that fully_shard has sharded, and {_WHOLE_ONLY_IN_A_STEP}. Use "
-                "rkmate.apply(model, budget=...) without sample inputs, which plans each sharded layer at the "
-                "first step; or wrap the model first, and shard the wrapped module as one unit "
-                "(fully_shard(rkmate.wrap(...)))")
-        if _is_distributed(tensor):
-            placed = ", ".join(map(str, tensor.placements))  # type: ignore[attr-defined]
-            raise ArgumentError(
-                f"{name} is a DTensor of tensor parallelism ({placed}): its layer communicates inside of its "
-                "forward, and no plan can hold that. Leave modules with such parameters without a plan "
-                "(torch.utils.checkpoint saves memory there), and apply budgets to modules without any "
-                "(rkmate.apply(part, budget=...)); models that fully_shard alone has sharded are planned layer "
-                "by layer")
+                f"{name} is a DTensor that fully_shard has sharded, and exists as a whole only while its "
+                "layer runs. Use rkmate.apply(model, budget=...) without sample inputs, which plans each "
+                "sharded layer at the first step; or wrap the model first, and shard the wrapped module as "
+                "one unit (fully_shard(rkmate.wrap(...)))")
+        placed = ", ".join(map(str, getattr(tensor, "placements", ())))
+        raise ArgumentError(
+            f"{name} is a DTensor of tensor parallelism ({placed}): its layer communicates inside of its "
+            "forward, and no plan can hold that. Leave modules with such parameters without a plan "
+            "(torch.utils.checkpoint saves memory there), and apply budgets to modules that have none "
+            "(rkmate.apply(part, budget=...))")
 
 
 def refuse_flat_parameters(model: nn.Module) -> None:
     """Raise `ArgumentError` inside of the forward of a FullyShardedDataParallel (FSDP1)."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    frame = sys._getframe() if fsdp is not None else None
-    while fsdp is not None and frame is not None:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    frame = inspect.currentframe() if fsdp is not None else None
+    while frame is not None:
         if isinstance(frame.f_locals.get("self"), fsdp.FullyShardedDataParallel):
             raise ArgumentError(f"{type(model).__name__} runs inside of a {_FLAT}")
         frame = frame.f_back

@@ -1,0 +1,61 @@
+"""Tasks on two gloo ranks that start once and are killed at a time limit: no test that uses them can hang."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT = 240.0
+"""Seconds after which both ranks are killed."""
+Found = dict[str, list[dict[str, Any]]]
+"""For each task, what each rank has found; ``failed`` if it raised, or did not come to an end."""
+
+
+def found_by_ranks(module: str, folder: Path, patience: float = LIMIT) -> Found:
+    """Let two processes go through the ``TASKS`` of a test module: a dictionary of functions from a rank to
+    what it finds. `patience`: the group's timeout, in seconds."""
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(rank, module, str(folder), patience), daemon=True)
+             for rank in range(2)]
+    end = time.monotonic() + LIMIT
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(max(0.0, end - time.monotonic()))
+    for process in ranks:
+        process.kill()
+        process.join()
+    files = {name: [folder / f"{name}-{rank}.pt" for rank in range(2)] for name in _tasks(module)}
+    return {name: [torch.load(p, weights_only=False) if p.exists() else
+                   {"failed": "this rank did not come to an end"} for p in paths]
+            for name, paths in files.items()}
+
+
+def _tasks(module: str) -> dict[str, Any]:
+    tasks: dict[str, Any] = importlib.import_module(module).TASKS
+    return tasks
+
+
+def _rank(rank: int, module: str, folder: str, patience: float) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2,
+                            timeout=timedelta(seconds=patience))
+    for name, task in _tasks(module).items():
+        try:
+            found = task(rank)
+        except Exception:
+            found = {"failed": traceback.format_exc()}
+        torch.save(found, f"{folder}/{name}-{rank}.pt")
+        if "failed" in found:
+            break               # the other rank may be anywhere now
+    os._exit(0)                 # no destructor of the group waits for the other rank

@@ -1,0 +1,297 @@
+"""Two gloo processes with models that are parallel already: refused in words that say what to do instead, and
+what they say works."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rkmate
+from rkmate.ilp import OptionSettings
+from rkmate.pipeline.settings import Settings
+from rkmate.planners.settings import PlannerSettings
+from tests.semantics.ranks import Found, found_by_ranks
+
+pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
+              pytest.mark.xdist_group("two processes")]
+
+QUICK = Settings(options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
+                 planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
+CHOSEN = {"budget": 0.8, "progress": False, "settings": QUICK}
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+                                    for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def _data(rank: int) -> torch.Tensor:
+    return torch.randn(64, 32, generator=torch.Generator().manual_seed(rank))
+
+
+def _mesh(kind: str = "cpu") -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(kind, (2,))
+
+
+def _caught(call: Callable[[], Any]) -> tuple[str, str, int]:
+    """The class of an error, its message, and the number of warnings before it."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except Exception as error:
+            warned = [w for w in said if w.category is rkmate.RkmateWarning]
+            return type(error).__name__, str(error), len(warned)
+    return "nothing", "", 0
+
+
+def _steps(call: Callable[..., torch.Tensor], parameters: nn.Module, rank: int) -> list[torch.Tensor]:
+    found = []
+    for _ in range(2):
+        loss = call(_data(rank))
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in parameters.parameters() if p.grad is not None)]
+        parameters.zero_grad()
+    return found
+
+
+def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) > 2 and all(map(torch.equal, some, others))
+
+
+def _replicas(rank: int) -> dict[str, Any]:
+    ddp = DistributedDataParallel(_Net())
+    found = {"apply": _caught(lambda: rkmate.apply(ddp, **CHOSEN)),
+             "wrap": _caught(lambda: rkmate.wrap(ddp, (_data(rank),), **CHOSEN))}
+    rkmate.apply(ddp.module, **CHOSEN)
+    mine = _steps(ddp, ddp, rank)
+    plain = DistributedDataParallel(_Net())
+    return {**found, "planned": rkmate.applied(ddp.module).has_plan,         # type: ignore[union-attr]
+            "equal": _equal(mine, _steps(plain, plain, rank))}
+
+
+def _tensor_parallel(rank: int) -> dict[str, Any]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def made() -> _Net:
+        net = _Net()
+        for layer in net.layers:
+            parallelize_module(layer, _mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return net
+
+    net, x = made(), _data(0)
+    found = {"apply": _caught(lambda: rkmate.apply(net, **CHOSEN)),
+             "layer": _caught(lambda: rkmate.apply(net.layers[0], **CHOSEN)),
+             "wrap": _caught(lambda: rkmate.wrap(net, (x,), **CHOSEN)),
+             "plan": _caught(lambda: rkmate.plan(net, (x,), **CHOSEN))}
+    late = _Net()
+    planned = rkmate.wrap(late, (x,), **CHOSEN)
+    for layer in late.layers:
+        parallelize_module(layer, _mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    found["wrapped first"] = _caught(lambda: planned(x))
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    spread = distribute_tensor(x, _mesh(), [Replicate()])
+    found["input"] = _caught(lambda: rkmate.wrap(_Net(), (spread,), **CHOSEN))
+    return found
+
+
+def _flat(rank: int) -> dict[str, Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    def flat(module: nn.Module, original: bool, **options: Any) -> nn.Module:
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=original,
+                                        **options)
+
+    x, found = _data(rank), {}
+    found["around wrap"] = _caught(lambda: flat(rkmate.wrap(_Net(), (x,), **CHOSEN), False)(x))
+    for original in (False, True):
+        found[f"around apply, {original}"] = _caught(
+            lambda original=original: flat(rkmate.apply(_Net(), **CHOSEN), original)(x))
+        layers = ModuleWrapPolicy({nn.Sequential})
+        found[f"inside of wrap, {original}"] = _caught(lambda original=original: rkmate.wrap(
+            flat(_Net(), original, auto_wrap_policy=layers), (x,), **CHOSEN))
+        found[f"inside of apply, {original}"] = _caught(lambda original=original: rkmate.apply(
+            flat(_Net(), original, auto_wrap_policy=layers), **CHOSEN))
+        found[f"layers, {original}"] = _caught(lambda original=original: flat(
+            rkmate.apply(_Net(), **CHOSEN), original, auto_wrap_policy=layers)(x))
+    return found
+
+
+def _sharded_elsewhere(rank: int) -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    found = {}
+    for place in ("cpu", "meta"):
+        net = _Net().to(place)
+        for layer in net.layers:
+            fully_shard(layer, mesh=_mesh())
+        fully_shard(net, mesh=_mesh())
+        x = _data(rank).to(place)
+        found[f"plan, {place}"] = _caught(lambda net=net, x=x: rkmate.plan(net, (x,), **CHOSEN))
+        found[f"plan for a GPU, {place}"] = _caught(lambda net=net, x=x: rkmate.plan(
+            net, (x,), device="h100", budget=0.8, progress=False))
+        found[f"tradeoff for a GPU, {place}"] = _caught(lambda net=net, x=x: rkmate.tradeoff(
+            net, (x,), device="h100", progress=False))
+    return found
+
+
+def _too_little(rank: int) -> dict[str, Any]:
+    """A layer with nothing to compute again, sharded by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = nn.Sequential(*_Net().layers, nn.Linear(32, 1000))
+    for layer in net:
+        fully_shard(layer, mesh=_mesh())
+    fully_shard(net, mesh=_mesh())
+    rkmate.apply(net, **{**CHOSEN, "budget": 0.7})
+    error = _caught(lambda: net(_data(rank)).sum().backward())
+    rkmate.remove(net)
+    for layer in net[:3]:
+        rkmate.apply(layer, **CHOSEN)
+    net(_data(rank)).sum().backward()
+    return {"error": error, "planned": [rkmate.applied(layer) is not None for layer in net]}
+
+
+def _flat_like_the_original(rank: int) -> dict[str, Any]:
+    """A plan under flat parameters that look as the original ones do."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def flat(module: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+    planned, plain = flat(rkmate.wrap(_Net(), (_data(rank),), **CHOSEN)), flat(_Net())
+    return {"equal": _equal(_steps(planned, planned, rank), _steps(plain, plain, rank))}
+
+
+def _llama(rank: int) -> dict[str, Any]:
+    """Layers that write to a key-value cache in training, as transformers' do by default."""
+    transformers = pytest.importorskip("transformers")
+    from torch.distributed.fsdp import fully_shard
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        net = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2))
+        assert net.config.use_cache
+        for layer in net.model.layers:
+            fully_shard(layer, mesh=_mesh())
+        return fully_shard(net, mesh=_mesh())
+
+    def loss(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(rank))
+        return lambda _: net(input_ids=ids, labels=ids).loss
+
+    plain, planned = made(), rkmate.apply(made(), **CHOSEN)
+    found = [_steps(loss(net), net, rank) for net in (plain, planned)]
+    whole = [[getattr(t, "full_tensor", lambda t=t: t)() for t in some] for some in found]
+    return {"equal": _equal(*whole), "planned": [
+        rkmate.applied(layer) is not None for layer in planned.model.layers]}
+
+
+TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "replicas": _replicas, "tensor parallel": _tensor_parallel, "flat": _flat,
+    "flat, like the original": _flat_like_the_original,
+    "sharded elsewhere": _sharded_elsewhere, "too little": _too_little, "llama": _llama}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What both ranks have found, by task."""
+    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"))
+
+
+def _of(found: Found, task: str) -> list[dict[str, Any]]:
+    assert all("failed" not in mine for mine in found[task]), found[task]
+    return found[task]
+
+
+def _assert_refused(error: tuple[str, str, int], *words: str) -> None:
+    kind, text, warned = error
+    assert kind == "ArgumentError", error
+    assert all(word in text for word in words), text
+    assert not warned
+
+
+def test_replicas_are_planned_inside(found: Found) -> None:
+    for mine in _of(found, "replicas"):
+        for way in ("apply", "wrap"):
+            _assert_refused(mine[way], "is a DistributedDataParallel", "rkmate.apply(ddp.module, budget=...)",
+                            "DistributedDataParallel(rkmate.wrap(module, ...))")
+        assert mine["planned"] and mine["equal"]
+
+
+def test_tensor_parallelism_is_refused_by_its_name(found: Found) -> None:
+    for mine in _of(found, "tensor parallel"):
+        for way in ("apply", "layer", "wrap", "plan", "wrapped first"):
+            _assert_refused(mine[way], "weight is a DTensor of tensor parallelism (S",
+                            "torch.utils.checkpoint")
+            assert "fully_shard" not in mine[way][1]
+        _assert_refused(mine["input"], "an input tensor is a DTensor", "to_local")
+
+
+def test_flat_parameters_are_refused_inside_and_outside(found: Found) -> None:
+    for mine in _of(found, "flat"):
+        assert len(mine) == 9
+        for error in mine.values():
+            _assert_refused(error, "FullyShardedDataParallel (FSDP1)", "fully_shard (FSDP2)",
+                            "rkmate.apply(model, budget=...)")
+
+
+def test_a_plan_under_flat_parameters_is_right_if_it_fits(found: Found) -> None:
+    assert all(mine["equal"] for mine in _of(found, "flat, like the original"))
+
+
+def test_plans_of_sharded_models_are_refused_on_each_device(found: Found) -> None:
+    for mine in _of(found, "sharded elsewhere"):
+        assert len(mine) == 6
+        for error in mine.values():
+            _assert_refused(error, "0.0.weight is a DTensor that fully_shard has sharded",
+                            "rkmate.apply(model, budget=...) without sample inputs")
+
+
+def test_a_layer_that_cannot_keep_to_its_share_is_named(found: Found) -> None:
+    for mine in _of(found, "too little"):
+        kind, text, _ = mine["error"]
+        assert kind == "InfeasibleBudget", text
+        assert text.startswith("3 of FSDPSequential, a sharded layer, is planned by itself"), text
+        assert "rkmate.apply(layer, budget=...)" in text
+        assert mine["planned"] == [True, True, True, False]
+
+
+def test_parameters_of_zero_3_are_refused_by_its_name() -> None:
+    net = _Net()
+    for parameter in net.parameters():
+        parameter.ds_id = 0             # type: ignore[attr-defined]    # as DeepSpeed marks them
+    for call in (lambda: rkmate.wrap(net, (_data(0),), **CHOSEN), lambda: rkmate.apply(net, **CHOSEN)):
+        with pytest.raises(rkmate.ArgumentError, match=r"0\.weight is sharded by DeepSpeed's ZeRO stage 3"):
+            call()
+
+
+def test_a_model_on_the_meta_device_can_be_planned_for_a_gpu() -> None:
+    with pytest.raises(rkmate.ArgumentError, match=r"to_empty\), or plan .*device=rkmate.devices.H100"):
+        rkmate.plan(_Net().to("meta"), (_data(0).to("meta"),), **CHOSEN)
+
+
+def test_layers_that_write_to_a_cache_are_planned(found: Found) -> None:
+    pytest.importorskip("transformers")
+    for mine in _of(found, "llama"):
+        assert mine["equal"] and mine["planned"] == [True, True]
