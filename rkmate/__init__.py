@@ -15,7 +15,8 @@ _PLACES = {
         "ArgumentError", "BackwardError", "CaptureError", "CompilerError", "DeferredOutputError",
         "DeviceMemoryError",
         "GraphError", "InfeasibleBudget", "MissingExtra", "OffloadError", "PlanError", "PlanningTimeout",
-        "RkmateError", "RkmateWarning", "ScheduleError", "SolverError", "TorchVersionError", "UnknownOption"),
+        "RankError", "RkmateError", "RkmateWarning", "ScheduleError", "SolverError",
+        "TorchVersionError", "UnknownOption"),
     "rkmate.graph.blocks.cut": ("CutSettings",),
     "rkmate.ilp.settings": ("OptionSettings",),
     "rkmate.measure.settings": ("MeasureSettings",),
@@ -58,6 +59,7 @@ if typing.TYPE_CHECKING:
     from rkmate.errors import OffloadError as OffloadError
     from rkmate.errors import PlanError as PlanError
     from rkmate.errors import PlanningTimeout as PlanningTimeout
+    from rkmate.errors import RankError as RankError
     from rkmate.errors import RkmateError as RkmateError
     from rkmate.errors import RkmateWarning as RkmateWarning
     from rkmate.errors import ScheduleError as ScheduleError

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from rkmate.budget import Budget, parse_budget
 from rkmate.devices import GPU
-from rkmate.errors import ArgumentError, CaptureError, RkmateError, sendable
+from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.refusals import (
     flags_to_plan,
     refuse_data_parallelism,
@@ -28,6 +28,7 @@ from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.search import make_curve, make_plan
 from rkmate.planners.registry import SENDING
 from rkmate.planners.registry import planner as find_planner
+from rkmate.runtime.agreement import Ranks, description, shared
 from rkmate.runtime.apply import (
     is_sharded,
     planned_call_of,
@@ -288,44 +289,46 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
 
 
 def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
-                budget: int | float | str, group: Any = None, **options: Unpack[Options]) -> Plan:
+                budget: int | float | str, group: Any = None,
+                new_shapes: Literal["shared", "own"] = "shared", **options: Unpack[Options]) -> Plan:
     """Return the plan that the first process of a group makes, in every process of the group.
 
     Measured times differ from process to process, so each process would find a plan of its own. Call this in
-    every process of the group with the same model and arguments, and pass the result to `wrap` as ``plan``.
+    every process of the group, and pass the result to `wrap` or `apply` as ``plan``. Before anything is
+    planned, the processes compare model, arguments, budget, settings and versions. They wait for each other
+    as long as the group's timeout says.
 
     Args:
-        model, args, kwargs, budget: as for `plan`.
+        model, args, kwargs, budget: as for `plan`, equal in all processes.
         group: the process group; the default group by default.
+        new_shapes: what happens to calls that are not planned yet. ``"shared"``: the processes compare them,
+            and the first one plans for all, so each such call has to come in all processes. ``"own"``: each
+            process plans alone, for inputs whose shapes differ from process to process.
         options: `rkmate.Options`, as for `plan`. The target of `offload` should be as fast for all processes
             as for the first one. Each process passes ``offload=`` again to `wrap`, possibly another folder.
 
     Raises:
         ArgumentError: there is no process group.
+        RankError: the processes differ in what they plan, which the message names, or one of them did not
+            come. Every process that came raises this.
         RkmateError: what the first process raised, in every process.
     """
     call = chosen(options, shared_plan)
+    if new_shapes not in ("shared", "own"):
+        raise ArgumentError(f'new_shapes is {new_shapes!r}; it should be "shared" or "own"')
     if not dist.is_available() or not dist.is_initialized():
         raise ArgumentError("shared_plan needs a process group: call "
                             "torch.distributed.init_process_group first, or use rkmate.plan")
-    result: list[Plan | RkmateError | str | None] = [None]
-    if dist.get_rank(group) == 0:
-        try:
-            result[0] = plan(model, args, kwargs, budget=budget, **call.options())
-        except RkmateError as error:
-            result[0] = sendable(error)
-        except BaseException as error:
-            # The others wait: they hear of it before it goes on.
-            result[0] = f"{type(error).__name__}: {error}"
-            dist.broadcast_object_list(result, group=group, group_src=0)
-            raise
-    dist.broadcast_object_list(result, group=group, group_src=0)
-    found = result[0]
-    if isinstance(found, Plan):
-        return found
-    if isinstance(found, RkmateError):
-        raise found
-    raise RkmateError(f"the first process could not plan: {found}")
+
+    def made() -> Plan:
+        return plan(model, args, kwargs, budget=budget, **call.options())
+
+    if dist.get_world_size(group) == 1:
+        return made()
+    ranks = Ranks(group)
+    ranks.agree(description(model, args, kwargs, call.settings, budget))
+    found = ranks.led(made, lambda plan: plan, lambda plan: plan)
+    return shared(ranks, found) if new_shapes == "shared" else found
 
 
 def _in_bytes(budget: Any, model: nn.Module) -> Any:

@@ -62,6 +62,11 @@ class PlanError(RkmateError):
     """A saved plan is truncated, edited, or belongs to another model."""
 
 
+class RankError(RkmateError, RuntimeError):
+    """The ranks of a process group are about to plan different things, or a rank does not come: the message
+    names the ranks and what differs."""
+
+
 class BackwardError(RkmateError, RuntimeError):
     """A backward is impossible: for example, a second one through one forward, or after a change of a tensor
     that the backward reads."""

@@ -27,7 +27,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "compare": (rkmate.compare, "model args kwargs budgets planners measure time_limit"),
     "max_batch_size": (rkmate.max_batch_size,
                        "model make_inputs device_memory optimizer_states most device"),
-    "shared_plan": (rkmate.shared_plan, "model args kwargs budget group"),
+    "shared_plan": (rkmate.shared_plan, "model args kwargs budget group new_shapes"),
     "BudgetCallback": (_BudgetCallback.__init__, "budget log_to"),
 }
 """By name: the call, and what it takes beside the options."""

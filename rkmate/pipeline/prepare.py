@@ -477,7 +477,7 @@ def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return Origin(type(model).__name__, sum(p.numel() for p in parameters),
                   sum(p.numel() for p in parameters if p.requires_grad),
                   tuple((names.get(i, f"tensor {i}"), shape_of(t)) for i, t in enumerate(tensors)),
-                  str(where), (("rkmate", _version()), ("torch", str(torch.__version__)),
+                  str(where), (("rkmate", own_version()), ("torch", str(torch.__version__)),
                    ("python", platform.python_version())))
 
 
@@ -486,7 +486,8 @@ def shape_of(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _version() -> str:
+def own_version() -> str:
+    """Return the version of this package."""
     try:
         return version("rkmate")
     except PackageNotFoundError:        # run from a source tree that was never installed

@@ -38,6 +38,7 @@ from rkmate.pipeline.prepare import Traced, compile_all, held_tensors, trace
 from rkmate.pipeline.search import make_plan
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.sizes import KnownPlan, plan_that_fits
+from rkmate.runtime.agreement import Ranks, description, ranks_of
 from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
@@ -298,6 +299,8 @@ class PlanCache:
         self.new_sizes = NewSizes()
         self.reads = Reads()
         self.observations = Observations()
+        self._ranks: Ranks | None = None
+        """The ranks that make plans for new signatures together; None: each process plans alone."""
         self._engines = planning.engines or Engines(planning.settings.offload)
 
     def __len__(self) -> int:
@@ -353,47 +356,61 @@ class PlanCache:
             known = self.find(key)
             if known is not None:
                 return known
-            if not self.has_flags(key.flags):
-                refuse_what_cannot_repeat(self.model, args, kwargs,
-                                          hooks_outside=self.planning.hooks_outside)
-            self._warn_of_changes(key)
-            start, others = time.perf_counter(), self._of_other_sizes(key)
-            members = [s.member for s in others if s.member is not None
-                       and comparable(key, s.member.key)][-MEMBERS:]
-            derived, recording = derive(self.model, args, kwargs, key, members)
-            like = None if plan is not None else \
-                next((p for p in self._prototypes if p.fits(self.model, key)), None)
-            traced = like.traced if like is not None else trace(
-                self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
-            captured = traced.capture
-            if like is None and self.planning.shared_inputs:
-                traced = replace(traced, capture=with_terms(captured, self.planning.shared_inputs))
-            if derived is not None and others[-1].mask:
-                traced = replace(traced, wanted=others[-1].mask)
-            plans = [e.known for s in others for m, e in s.executables.items()
-                     if e.known is not None and m == traced.wanted]
-            try:
-                executable = self._executable(traced, self.planning.budget, plan, plans, like,
-                                              derived=derived is not None)
-            except InfeasibleBudget as error:
-                if not self._kept:
-                    raise
-                shapes = ", ".join(str(tuple(t.shape)) for t in _tensors(args, kwargs))
-                raise InfeasibleBudget(f"a call with inputs of shape {shapes}: {error}",
-                                       error.minimum_bytes) from error
-            budget = self.planning.budget.at_least(executable.plan.budget_bytes)
-            self.planning = replace(self.planning, budget=budget)
-            key = self.observations.add(key, traced.capture.recipe)
-            # What is kept holds no tensors of this call.
-            known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
-            if derived is None and captured.recipe is None and like is None:
-                known.member = Member(key, known_call(captured, args, kwargs, recording))
-                if len(members) == 1:           # with it there are as many as another size is derived from
-                    compare(self.model, [*members, known.member])
-            if len(self):
-                self.new_sizes.add(derived is not None, time.perf_counter() - start)
-            self._keep(key, known, others)
-            return known
+            ranks = ranks_of(plan) or self._ranks
+            if ranks is None:
+                return self._make(key, args, kwargs, plan, None)
+            ranks.agree(description(self.model, args, kwargs, self.planning.settings, self.planning.budget))
+            made = ranks.together(lambda: self._make(key, args, kwargs, plan, ranks))
+            self._ranks = ranks
+            return made
+
+    def _make(self, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
+              ranks: Ranks | None) -> Specialization:
+        """Plan for a new signature. `ranks`: those that make one plan for it; None: this process alone."""
+        if not self.has_flags(key.flags):
+            refuse_what_cannot_repeat(self.model, args, kwargs,
+                                      hooks_outside=self.planning.hooks_outside)
+        self._warn_of_changes(key)
+        start, others, budget = time.perf_counter(), self._of_other_sizes(key), self.planning.budget
+        members = [s.member for s in others if s.member is not None
+                   and comparable(key, s.member.key)][-MEMBERS:]
+        derived, recording = derive(self.model, args, kwargs, key, members)
+        like = None if plan is not None else \
+            next((p for p in self._prototypes if p.fits(self.model, key)), None)
+        traced = like.traced if like is not None else trace(
+            self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
+        captured = traced.capture
+        if like is None and self.planning.shared_inputs:
+            traced = replace(traced, capture=with_terms(captured, self.planning.shared_inputs))
+        if derived is not None and others[-1].mask:
+            traced = replace(traced, wanted=others[-1].mask)
+        plans = [e.known for s in others for m, e in s.executables.items()
+                 if e.known is not None and m == traced.wanted]
+        try:
+            def made() -> Executable:
+                return self._executable(traced, budget, plan, plans, like, derived=derived is not None)
+
+            executable = made() if ranks is None or plan is not None else ranks.led(
+                made, lambda e: e.plan, lambda found: self._executable(traced, budget, found))
+        except InfeasibleBudget as error:
+            if not self._kept:
+                raise
+            shapes = ", ".join(str(tuple(t.shape)) for t in _tensors(args, kwargs))
+            raise InfeasibleBudget(f"a call with inputs of shape {shapes}: {error}",
+                                   error.minimum_bytes) from error
+        budget = budget.at_least(executable.plan.budget_bytes)
+        self.planning = replace(self.planning, budget=budget)
+        key = self.observations.add(key, traced.capture.recipe)
+        # What is kept holds no tensors of this call.
+        known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
+        if derived is None and captured.recipe is None and like is None:
+            known.member = Member(key, known_call(captured, args, kwargs, recording))
+            if len(members) == 1:           # with it there are as many as another size is derived from
+                compare(self.model, [*members, known.member])
+        if len(self):
+            self.new_sizes.add(derived is not None, time.perf_counter() - start)
+        self._keep(key, known, others)
+        return known
 
     def _of_other_sizes(self, key: Guards) -> list[Specialization]:
         """Return the kept signatures that differ only in sizes, the latest used last."""

@@ -138,6 +138,15 @@ def process_group(name: str) -> Any:
     return _resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
 
 
+def meeting_place(group: Any) -> tuple[Any, float]:
+    """Return the store through which the ranks of a process group found each other, and the group's timeout
+    in seconds. `group`: None for the default group."""
+    group = group or dist.group.WORLD
+    kinds = group._device_types
+    timeout = group._get_backend(kinds[0]).options._timeout if kinds else dist.default_pg_timeout
+    return dist.distributed_c10d._get_default_store(), timeout.total_seconds()
+
+
 # -- what a trace prints -----------------------------------------------------------------------
 
 def _printing() -> tuple[ModuleType, ...]:

@@ -1,0 +1,249 @@
+"""Ranks that agree: before they plan, they compare what they plan for; then the first rank plans for all.
+
+Ranks meet in the store of their process group, not in a collective. A rank that does not come (it has ended,
+waits in a collective, or does not plan) is named by the others when the group's timeout is over, and a
+collective that another rank waits in is not disturbed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from datetime import timedelta
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rkmate.errors import RankError, RkmateError, sendable
+from rkmate.pipeline.prepare import own_version
+from rkmate.pipeline.settings import Settings
+from rkmate.show.plan import Plan
+from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.trace import meeting_place
+
+T = TypeVar("T")
+Description = Mapping[str, Sequence[str]]
+"""What a rank plans for: lines of text, by subject."""
+_OR_ALONE = ('. If shapes differ from rank to rank, each rank can plan new ones alone: shared_plan(..., '
+             'new_shapes="own")')
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_meetings: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+"""For each store, how often the ranks of each group have met there."""
+
+
+# -- What is compared ------------------------------------------------------------------------------
+
+
+def description(model: Any, args: Any, kwargs: Any, settings: Settings, budget: Any) -> Description:
+    """Describe what a call plans for. Whatever the arguments are, this raises nothing: who waits for another
+    rank should hear from it.
+
+    A folder to send data to may differ from rank to rank, and so may a device's number.
+    """
+    modules, tensors = ([], []) if not isinstance(model, nn.Module) else (
+        list(model.named_modules()), [*model.named_parameters(), *model.named_buffers()])
+    shown = replace(settings, offload=None)
+    offload = settings.offload
+    return {
+        "the model": [_plain(type(model).__name__), *(
+            f"{name or 'the model'}: {type(m).__name__}{'' if m.training else ' in eval mode'}{_own(m)}"
+            for name, m in modules)],
+        "parameters and buffers": [
+            f"{name}: {_tensor(t)}{'' if t.requires_grad else ', frozen'}" for name, t in tensors],
+        "arguments": [f"{name}: {_tensor(leaf) if isinstance(leaf, torch.Tensor) else _plain(leaf)}"
+                      for name, leaf in _leaves(args, kwargs)],
+        "the budget": [_plain(budget)],
+        "settings": [*_settings(shown), f"offload: {offload is not None}"],
+        "versions": [f"rkmate {own_version()}", f"torch {torch.__version__}",
+                     f"Python {platform.python_version()}"]}
+
+
+def _leaves(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    trees = {"args": args, "kwargs": kwargs or {}}
+    return [(f"{name}{pytree.keystr(path)}", leaf) for name, tree in trees.items()
+            for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def _settings(value: Any, name: str = "") -> list[str]:
+    if is_dataclass(value) and not isinstance(value, type):
+        return [line for f in fields(value)
+                for line in _settings(getattr(value, f.name), f"{name}.{f.name}" if name else f.name)]
+    return [f"{name}: {_plain(value)}"]
+
+
+def _own(module: nn.Module) -> str:
+    """Return the description that a module gives of itself, without its submodules."""
+    try:
+        text = module.extra_repr()
+    except Exception:               # a user's code
+        return ""
+    return f" ({_plain(text)})" if text else ""
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device.type}"
+
+
+def _plain(value: Any) -> str:
+    return _ADDRESS.sub("", value if isinstance(value, str) else repr(value))
+
+
+# -- Meeting ---------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """The ranks of a process group, where they meet, and how long they wait for each other."""
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+        self._numbers = dist.get_process_group_ranks(group)
+        self._mine = dist.get_rank()
+        self._store, self._seconds = meeting_place(group)
+        self._name = ",".join(map(str, self._numbers))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank plans for the others."""
+        return self._mine == self._numbers[0]
+
+    def agree(self, mine: Description) -> None:
+        """Compare what all ranks plan for. Raises `RankError` on all ranks if it differs, or if a rank does
+        not come."""
+        hashes = {subject: hashlib.sha256("\n".join(lines).encode()).hexdigest()
+                  for subject, lines in mine.items()}
+        found = [json.loads(text) for text in self._exchanged(json.dumps(hashes))]
+        differing = [subject for subject in mine if len({f.get(subject) for f in found}) > 1]
+        if not differing:
+            return
+        texts = [json.loads(text) for text in self._exchanged(json.dumps({s: mine[s] for s in differing}))]
+        raise RankError(f"ranks {self._name} are about to plan different things: " + "; ".join(
+            f"{subject} ({self._difference([t[subject] for t in texts])})" for subject in differing)
+            + ". Nothing was planned: give all ranks the same"
+            + (_OR_ALONE if differing == ["arguments"] else ""))
+
+    def led(self, make: Callable[[], T], plan_of: Callable[[T], Plan], follow: Callable[[Plan], T]) -> T:
+        """Return what the first rank makes and the others follow.
+
+        Args:
+            make: called by the first rank.
+            plan_of: the plan of what it has made.
+            follow: called by the others with that plan.
+
+        Raises:
+            RkmateError: what the first rank raised, on every rank.
+            RankError: the first rank has not planned within the group's timeout.
+        """
+        made: T | None = None
+        told: list[Plan | RkmateError | str | None] = [None]
+        failed: BaseException | None = None
+        if self.leads:
+            try:
+                made = make()
+                told[0] = plan_of(made)
+            except RkmateError as error:
+                told[0], failed = sendable(error), error
+            except BaseException as error:
+                told[0], failed = f"{type(error).__name__}: {error}", error
+        # All meet first, so that nobody waits in the broadcast for a rank that has ended, or has failed.
+        self._refuse_failures(self._exchanged("", planning=True))
+        dist.broadcast_object_list(told, group=self._group, group_src=0)
+        if failed is not None:
+            raise failed
+        if self.leads:
+            assert made is not None
+            return made
+        found = told[0]
+        if isinstance(found, RkmateError):
+            raise found
+        if not isinstance(found, Plan):
+            raise RkmateError(f"the first process could not plan: {found}")
+        return follow(found)
+
+    def together(self, call: Callable[[], T]) -> T:
+        """Return what a call returns, if it succeeds on all ranks. Raises `RankError` if it fails on another
+        one."""
+        try:
+            made = call()
+        except RankError:               # every rank has one
+            raise
+        except RkmateError as error:
+            self._exchanged(f"{type(error).__name__}: {error}")
+            raise
+        self._refuse_failures(self._exchanged(""))
+        return made
+
+    def _refuse_failures(self, texts: Sequence[str]) -> None:
+        failed = [f"rank {rank}: {text}" for rank, text in zip(self._numbers, texts, strict=True) if text]
+        if failed:
+            raise RankError(f"ranks {self._name} plan together, and planning has failed on "
+                            f"{'; '.join(failed)}")
+
+    def _exchanged(self, text: str, planning: bool = False) -> list[str]:
+        """Give a text to the other ranks, and return those of all ranks, in their order."""
+        met = _meetings.setdefault(self._store, Counter())
+        met[self._name] += 1
+        place = f"rkmate/{self._name}/{met[self._name]}"
+        keys = [f"{place}/{rank}" for rank in self._numbers]
+        self._store.set(f"{place}/{self._mine}", text)
+        try:
+            self._store.wait(keys, timedelta(seconds=self._seconds))
+        except Exception as error:          # each kind of store has another one
+            missing = [r for r, key in zip(self._numbers, keys, strict=True) if not self._store.check([key])]
+            if missing:
+                self._store.set(f"{place}/over", json.dumps(self._mine))
+                raise self._late(missing, planning) from error
+        if self._store.check([f"{place}/over"]):
+            waited = self._store.get(f"{place}/over").decode()
+            raise RankError(f"rank {self._mine} came too late to compare plans: rank {waited} has waited for "
+                            f"{self._seconds:,.0f} seconds, and has raised an error")
+        return [self._store.get(key).decode() for key in keys]
+
+    def _late(self, missing: Sequence[int], planning: bool) -> RankError:
+        first = planning and missing == self._numbers[:1]
+        return RankError(
+            f"rank {self._mine} has waited {self._seconds:,.0f} seconds for rank "
+            f"{', '.join(map(str, missing))}, which {'still plans' if first else 'did not come'} "
+            + ("or has ended. init_process_group(timeout=...) sets the limit" if first else
+               "to compare plans: all ranks that follow one plan have to plan the same calls, in the same "
+               f"order{_OR_ALONE}. init_process_group(timeout=...) sets the limit"))
+
+    def _difference(self, texts: Sequence[Sequence[str]]) -> str:
+        """Return the first line that differs, of each rank."""
+        lines = next(some for some in zip_longest(*texts, fillvalue="nothing") if len(set(some)) > 1)
+        ranks: dict[str, list[int]] = {}
+        for rank, line in zip(self._numbers, lines, strict=True):
+            ranks.setdefault(line, []).append(rank)
+        return ", ".join(f"rank {', '.join(map(str, some))}: {line}" for line, some in ranks.items())
+
+
+# -- Shared plans ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class SharedPlan(Plan):
+    """A plan of several ranks, which make plans for new shapes together."""
+
+    ranks: Ranks | None = None
+
+    def __reduce__(self) -> Any:
+        """Make a copy or a pickle an ordinary plan: it is that of one process."""
+        return Plan, tuple(getattr(self, f.name) for f in fields(Plan))
+
+
+def shared(ranks: Ranks, plan: Plan) -> SharedPlan:
+    """Return a plan that its ranks follow together."""
+    return SharedPlan(**{f.name: getattr(plan, f.name) for f in fields(Plan)}, ranks=ranks)
+
+
+def ranks_of(plan: Plan | None) -> Ranks | None:
+    """Return the ranks that follow a plan together; None for the plan of one process."""
+    return plan.ranks if isinstance(plan, SharedPlan) else None

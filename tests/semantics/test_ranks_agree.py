@@ -1,0 +1,239 @@
+"""Two gloo processes that follow one plan: they compare what they plan, the first plans for both, and a
+difference is an error on each of them within the group's timeout."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rkmate
+from rkmate.ilp import OptionSettings
+from rkmate.pipeline.settings import Settings
+from rkmate.planners.settings import PlannerSettings
+from tests.semantics.ranks import Found, found_by_ranks
+
+pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
+              pytest.mark.xdist_group("two processes")]
+
+QUICK = Settings(options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
+                 planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
+SHORT = 4.0
+"""Timeout, in seconds, of a group in which a rank does not come."""
+
+
+class _Net(nn.Module):
+    def __init__(self, depth: int = 3, width: int = 64,
+                 act: Callable[..., torch.Tensor] = torch.relu) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.act(layer(x)) + x
+        return x.square().mean()
+
+
+def _data(rank: int, rows: int = 32) -> torch.Tensor:
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(rank))
+
+
+def _caught(call: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def _shared(model: nn.Module, x: torch.Tensor, budget: float = 0.8, **options: Any) -> rkmate.Plan:
+    return rkmate.shared_plan(model, (x,), budget=budget, **{"progress": False, "settings": QUICK, **options})
+
+
+def _gathered(value: Any) -> list[Any]:
+    found = [None, None]
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _gradients(call: nn.Module, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = call(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def _followed(rank: int) -> dict[str, Any]:
+    """One plan, and one for a shape that comes later; the gradients are the original's."""
+    model, plain = _Net(), _Net()
+    found: dict[str, Any] = {}
+    for way in ("wrap", "apply"):
+        plan = _shared(model, _data(rank))
+        assert plan.ranks is not None           # type: ignore[attr-defined]
+        run = rkmate.wrap(model, (_data(rank),), plan=plan, progress=False) if way == "wrap" else \
+            rkmate.apply(model, (_data(rank),), plan=plan, progress=False)
+        steps = []
+        for rows in (32, 36):
+            x = _data(rank, rows)
+            mine = _gradients(run, model, x)
+            shown = run if way == "wrap" else rkmate.applied(model)
+            schedules = _gathered(shown.plan.schedule)      # type: ignore[union-attr]
+            steps.append((all(map(torch.equal, mine, _gradients(plain, plain, x))),
+                          schedules[0] == schedules[1], shown.plan.budget_bytes))     # type: ignore[union-attr]
+        found[way] = steps
+        rkmate.remove(model)
+    return found
+
+
+def _differing(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def tried(name: str, call: Callable[[], Any]) -> None:
+        start = time.monotonic()
+        found[name] = (*_caught(call), time.monotonic() - start)
+        dist.barrier()
+
+    frozen = _Net()
+    frozen.layers[0].weight.requires_grad_(rank == 0)
+    x = _data(rank)
+    tried("budget", lambda: _shared(_Net(), x, 0.8 if rank == 0 else 0.7))
+    tried("depth", lambda: _shared(_Net(3 + rank), x))
+    tried("width", lambda: _shared(_Net(width=64 + 16 * rank), _data(rank)))
+    tried("frozen", lambda: _shared(frozen, x))
+    tried("rows", lambda: _shared(_Net(), _data(rank, 32 + rank)))
+    tried("settings", lambda: _shared(_Net(), x, settings=replace(QUICK, calls=1 + rank)))
+    tried("no model", lambda: _shared(_Net() if rank == 0 else torch.relu, x))      # type: ignore[arg-type]
+    return found
+
+
+def _other_function(rank: int) -> dict[str, Any]:
+    """What no description shows: the graphs differ."""
+    model, x = _Net(act=torch.relu if rank == 0 else torch.tanh), _data(rank)
+    plan = _shared(model, x)
+    return {"error": _caught(lambda: rkmate.wrap(model, (x,), plan=plan, progress=False))}
+
+
+def _other_shapes(rank: int) -> dict[str, Any]:
+    model = _Net()
+    found = {}
+    for new_shapes in ("shared", "own"):
+        plan = _shared(model, _data(rank), new_shapes=new_shapes)
+        run = rkmate.wrap(model, (_data(rank),), plan=plan, progress=False)
+        found[new_shapes] = _caught(lambda run=run: run(_data(rank, 20 + 4 * rank)).backward())
+        dist.barrier()
+    return found
+
+
+def _absent(rank: int) -> dict[str, Any]:
+    """Rank 1 does not plan, and comes when rank 0 has given up."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=SHORT))
+    start = time.monotonic()
+    error = _caught(lambda: _shared(_Net(), _data(rank), group=group)) if rank == 0 else ("", "")
+    dist.barrier()
+    if rank == 1:
+        start = time.monotonic()
+        error = _caught(lambda: _shared(_Net(), _data(rank), group=group))
+    return {"error": error, "seconds": time.monotonic() - start}
+
+
+def _failing(rank: int) -> dict[str, Any]:
+    """The first rank meets an error of its own."""
+    class Failing(_Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("on purpose")
+
+    model, x = Failing(), _data(rank)
+    infeasible = _caught(lambda: _shared(_Net(), x, 1))
+    return {"error": _caught(lambda: _shared(model, x)), "infeasible": infeasible}
+
+
+TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "followed": _followed, "differing": _differing, "other function": _other_function,
+    "other shapes": _other_shapes, "failing": _failing, "absent": _absent}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What both ranks have found, by task."""
+    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"), patience=90.0)
+
+
+def _of(found: Found, task: str) -> list[dict[str, Any]]:
+    assert all("failed" not in mine for mine in found[task]), found[task]
+    return found[task]
+
+
+def test_ranks_follow_one_plan_for_each_shape(found: Found) -> None:
+    for mine in _of(found, "followed"):
+        for way in ("wrap", "apply"):
+            assert [step[:2] for step in mine[way]] == [(True, True), (True, True)], mine
+
+
+DIFFERENCES = {
+    "budget": "the budget (rank 0: 0.8, rank 1: 0.7)",
+    "depth": "the model (rank 0: nothing, rank 1: layers.3: Linear",
+    "width": "parameters and buffers (rank 0: layers.0.weight: float32[64, 64] on cpu, "
+             "rank 1: layers.0.weight: float32[80, 80] on cpu)",
+    "frozen": "rank 1: layers.0.weight: float32[64, 64] on cpu, frozen",
+    "rows": "arguments (rank 0: args[0]: float32[32, 64] on cpu, rank 1: args[0]: float32[33, 64] on cpu)",
+    "settings": "settings (rank 0: calls: 1, rank 1: calls: 2)",
+    "no model": "rank 1: builtin_function_or_method"}
+
+
+def test_a_difference_is_an_error_on_each_rank(found: Found) -> None:
+    first, second = _of(found, "differing")
+    assert set(first) == set(DIFFERENCES)
+    for name, words in DIFFERENCES.items():
+        (kind, text, seconds), other = first[name], second[name]
+        assert kind == "RankError", (name, first[name])
+        assert words in text, (name, text)
+        assert other[:2] == (kind, text)
+        assert seconds < 60
+
+
+def test_graphs_that_differ_are_an_error_on_each_rank(found: Found) -> None:
+    first, second = (mine["error"] for mine in _of(found, "other function"))
+    assert first[0] == "RankError"
+    assert "rank 1: PlanError: the plan belongs to another model" in first[1]
+    assert second[0] == "PlanError"
+
+
+def test_new_shapes_differ_only_where_ranks_plan_alone(found: Found) -> None:
+    for mine in _of(found, "other shapes"):
+        kind, text = mine["shared"]
+        assert kind == "RankError"
+        assert "float32[20, 64] on cpu, rank 1: " in text
+        assert mine["own"] == ("nothing", "")
+
+
+def test_errors_of_the_first_rank_reach_the_other(found: Found) -> None:
+    first, second = _of(found, "failing")
+    assert first["infeasible"] == second["infeasible"]
+    assert first["infeasible"][0] == "InfeasibleBudget"
+    assert first["error"] == second["error"]
+    assert "on purpose" in first["error"][1]
+
+
+def test_nobody_waits_for_a_rank_that_does_not_come(found: Found) -> None:
+    first, second = _of(found, "absent")
+    assert first["error"][0] == "RankError"
+    assert "rank 0 has waited 4 seconds for rank 1, which did not come" in first["error"][1]
+    assert 'new_shapes="own"' in first["error"][1]
+    assert SHORT <= first["seconds"] < 60
+    assert second["error"][0] == "RankError"
+    assert "rank 1 came too late" in second["error"][1]
+    assert second["seconds"] < SHORT
+
+
+def test_new_shapes_is_one_of_two_words() -> None:
+    with pytest.raises(rkmate.ArgumentError, match="new_shapes is 'all'"):
+        rkmate.shared_plan(_Net(), (_data(0),), budget=1.0, new_shapes="all")        # type: ignore[arg-type]
