@@ -11,6 +11,8 @@ _PLACES = {
     "rkmate.comparison.run": ("compare",),
     "rkmate.comparison.table": ("Comparison",),
     "rkmate.device.kept_pages": ("keep_pages",),
+    "rkmate.diagnosis.machine": ("Finding",),
+    "rkmate.diagnosis.model": ("Diagnosis", "doctor"),
     "rkmate.errors": (
         "ArgumentError", "BackwardError", "CaptureError", "CompilerError", "DeferredOutputError",
         "DeviceMemoryError",
@@ -46,6 +48,9 @@ if typing.TYPE_CHECKING:
     from rkmate.comparison.run import compare as compare
     from rkmate.comparison.table import Comparison as Comparison
     from rkmate.device.kept_pages import keep_pages as keep_pages
+    from rkmate.diagnosis.machine import Finding as Finding
+    from rkmate.diagnosis.model import Diagnosis as Diagnosis
+    from rkmate.diagnosis.model import doctor as doctor
     from rkmate.errors import ArgumentError as ArgumentError
     from rkmate.errors import BackwardError as BackwardError
     from rkmate.errors import CaptureError as CaptureError

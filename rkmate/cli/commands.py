@@ -1,4 +1,4 @@
-"""Commands on a model: plan, curve, draw, report, compare. They load torch only when they run."""
+"""Commands on a model: doctor, plan, curve, draw, report, compare. They load torch only when they run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,39 @@ from rkmate.show.replay import replay
 
 if TYPE_CHECKING:
     from rkmate.show.plan import Plan
+
+
+def add_doctor_arguments(doctor: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``doctor``."""
+    add_target(doctor, budget=False, optional=True)
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Look at the machine, and at a model if one is named. Returns the exit status: 0 if all is well, 1 if
+    something is broken here, 4 if the model cannot be planned as a whole."""
+    from rkmate.diagnosis import machine as here
+
+    found: Any = None
+    if args.target is not None:
+        import rkmate
+
+        if elsewhere_options(args):
+            raise ArgumentError(f"device is {args.device!r}: doctor looks at this machine; rkmate plan and "
+                                "rkmate curve take a GPU that is not here")
+        target = load_target(args.target, args.device)
+        found = rkmate.doctor(target.model, target.args, target.kwargs, **planning_options(args))
+    machine = here.examine() if found is None else found.machine
+    if args.json:
+        content: dict[str, Any] = {"machine": [vars(f) for f in machine]}
+        if found is not None:
+            content |= {"model": found.model, "error": None if found.error is None else str(found.error),
+                        "parts": [vars(p) for p in found.parts], "advice": found.advice,
+                        "curve": [as_json(p) for p in found.curve or ()]}
+        print(json.dumps(content))
+    else:
+        print("\n".join(map(str, machine)) if found is None else found)
+    return 4 if found is not None and found.error is not None else 1 if here.problems(machine) else 0
 
 
 def add_plan_arguments(plan: argparse.ArgumentParser) -> None:

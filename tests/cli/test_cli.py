@@ -219,3 +219,32 @@ def test_simulate_replays_a_log(capsys: Captured) -> None:
 def test_a_digit_that_is_no_number(digits: str, capsys: Captured) -> None:
     assert run("plan", TARGET, "--budget", digits) == 2
     assert "budget is" in capsys.readouterr().err
+
+
+@pytest.fixture
+def machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rkmate.diagnosis import machine, model
+
+    for module in (machine, model):
+        monkeypatch.setattr(module, "examine", lambda *_: (machine.Finding("solver", "works", "HiGHS"),))
+
+
+@pytest.mark.usefixtures("machine_alone")
+def test_doctor(capsys: Captured) -> None:
+    assert run("doctor") == 0
+    assert capsys.readouterr().out == "works    solver        HiGHS\n"
+    assert run("doctor", TARGET) == 0
+    assert "can be planned" in capsys.readouterr().out
+    assert run("doctor", "tests.show.targets:branching", "--json") == 4
+    content = json.loads(capsys.readouterr().out)
+    assert content["machine"][0]["subject"] == "solver"
+    assert content["model"] == "Branch" and "cannot be captured" in content["error"] and not content["curve"]
+    assert run("doctor", TARGET, "--device", "h100") == 2
+
+
+def test_doctor_where_something_fails(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rkmate.diagnosis import machine
+
+    monkeypatch.setattr(machine, "examine", lambda *_: (machine.Finding("solver", "broken", "fails"),))
+    assert run("doctor") == 1
+    assert capsys.readouterr().out.startswith("broken")
