@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "rkmate.api": ("applied", "apply", "max_batch_size", "plan", "remove", "shared_plan", "tradeoff", "wrap"),
+    "rkmate.comparison.parity": ("Parity", "check"),
     "rkmate.comparison.run": ("compare",),
     "rkmate.comparison.table": ("Comparison",),
     "rkmate.device.kept_pages": ("keep_pages",),
@@ -45,6 +46,8 @@ if typing.TYPE_CHECKING:
     from rkmate.api import shared_plan as shared_plan
     from rkmate.api import tradeoff as tradeoff
     from rkmate.api import wrap as wrap
+    from rkmate.comparison.parity import Parity as Parity
+    from rkmate.comparison.parity import check as check
     from rkmate.comparison.run import compare as compare
     from rkmate.comparison.table import Comparison as Comparison
     from rkmate.device.kept_pages import keep_pages as keep_pages

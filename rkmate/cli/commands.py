@@ -1,4 +1,4 @@
-"""Commands on a model: doctor, plan, curve, draw, report, compare. They load torch only when they run."""
+"""Commands on a model: doctor, check, plan, curve, draw, report, compare. Each loads torch when it runs."""
 
 from __future__ import annotations
 
@@ -50,6 +50,32 @@ def run_doctor(args: argparse.Namespace) -> int:
     else:
         print("\n".join(map(str, machine)) if found is None else found)
     return 4 if found is not None and found.error is not None else 1 if here.problems(machine) else 0
+
+
+def add_check_arguments(check: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``check``."""
+    add_target(check, budget=True)
+    check.add_argument("--steps", type=int, metavar="N", help="how many steps to train (default: 20)")
+    check.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Train plain and planned, and print. Returns the exit status: 1 if the planned run is over budget."""
+    import rkmate
+    from rkmate.comparison.parity import STEPS
+
+    if elsewhere_options(args):
+        raise ArgumentError(f"device is {args.device!r}: check trains the model on this machine")
+    target = load_target(args.target, args.device)
+    found = rkmate.check(target.model, target.args, target.kwargs, budget=budget_of(args.budget),
+                         steps=STEPS if args.steps is None else args.steps, **planning_options(args))
+    if args.json:
+        values = {k: vars(v) for k, v in vars(found).items() if hasattr(v, "__dict__") and k != "plan"}
+        print(json.dumps(vars(found) | values | {"plan": as_json(found.plan), "same_bits": found.same_bits,
+                                                 "within_budget": found.within_budget}))
+    else:
+        print(found)
+    return 0 if found.within_budget else 1
 
 
 def add_plan_arguments(plan: argparse.ArgumentParser) -> None:

@@ -248,3 +248,16 @@ def test_doctor_where_something_fails(capsys: Captured, monkeypatch: pytest.Monk
     monkeypatch.setattr(machine, "examine", lambda *_: (machine.Finding("solver", "broken", "fails"),))
     assert run("doctor") == 1
     assert capsys.readouterr().out.startswith("broken")
+
+
+def test_check(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rkmate.comparison.parity import Parity
+
+    assert run("check", TARGET, "--budget", "60%", "--steps", "2") == 0
+    assert capsys.readouterr().out.startswith("Tower, 2 steps with AdamW: the same bits, within the budget")
+    assert run("check", TARGET, "--budget", "60%", "--steps", "1", "--json") == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["same_bits"] and content["within_budget"] and len(content["planned"]["losses"]) == 1
+    assert content["planned"]["peak_bytes"] <= content["plan"]["budget_bytes"]
+    monkeypatch.setattr(Parity, "within_budget", False)
+    assert run("check", TARGET, "--budget", "60%", "--steps", "1") == 1
