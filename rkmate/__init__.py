@@ -25,7 +25,7 @@ _PLACES = {
     "rkmate.measure.step": ("measure_step",),
     "rkmate.pipeline.device_budget": ("BatchSize", "auto_budget"),
     "rkmate.pipeline.loss": ("with_loss",),
-    "rkmate.pipeline.offload": ("Offload",),
+    "rkmate.offload.target": ("Offload",),
     "rkmate.pipeline.settings": ("RunSettings", "Settings"),
     "rkmate.planners.settings": ("PlannerSettings",),
     "rkmate.runtime.module": ("PlannedModule",),
@@ -76,10 +76,10 @@ if typing.TYPE_CHECKING:
     from rkmate.ilp.settings import OptionSettings as OptionSettings
     from rkmate.measure.settings import MeasureSettings as MeasureSettings
     from rkmate.measure.step import measure_step as measure_step
+    from rkmate.offload.target import Offload as Offload
     from rkmate.pipeline.device_budget import BatchSize as BatchSize
     from rkmate.pipeline.device_budget import auto_budget as auto_budget
     from rkmate.pipeline.loss import with_loss as with_loss
-    from rkmate.pipeline.offload import Offload as Offload
     from rkmate.pipeline.settings import RunSettings as RunSettings
     from rkmate.pipeline.settings import Settings as Settings
     from rkmate.planners.settings import PlannerSettings as PlannerSettings

@@ -19,7 +19,7 @@ from rkmate.errors import ArgumentError, UnknownOption
 from rkmate.support.warn import warn
 
 if TYPE_CHECKING:
-    from rkmate.pipeline.offload import Place
+    from rkmate.offload.target import Place
     from rkmate.pipeline.settings import Compile, Settings
 
 
@@ -86,7 +86,7 @@ def chosen(options: Mapping[str, Any], call: Callable[..., Any], *, own: tuple[s
         UnknownOption: a keyword that is no option; the message names the nearest one.
         ArgumentError: a value is wrong.
     """
-    from rkmate.pipeline.offload import offload_of
+    from rkmate.offload.target import offload_of
     from rkmate.pipeline.settings import Settings
 
     name = name or call.__qualname__.split(".")[0].lstrip("_")
@@ -187,7 +187,7 @@ def _with_planner(settings: Settings, name: Any) -> Settings:
 
 
 def _with_most_bytes(settings: Settings, most: Any) -> Settings:
-    from rkmate.pipeline.offload import offload_of
+    from rkmate.offload.target import offload_of
 
     return replace(settings, offload=offload_of(None, most, settings.offload))
 

@@ -40,7 +40,10 @@ HOUSE: tuple[Room, ...] = (
          ("errors", "support"), torch=False),
     Room("devices", "published figures of GPUs, to plan for another machine's GPU", ("errors",), torch=False),
     Room("torch_seam", "everything outside of torch's documented API, by subject", ("errors", "support")),
-    Room("device", "the differences between devices, behind one protocol", (*_BASE, "devices", "torch_seam")),
+    Room("offload", "copies data out of a device's memory while it computes, to the host or a disk, and back",
+         (*_BASE, "torch_seam")),
+    Room("device", "the differences between devices, behind one protocol",
+         (*_BASE, "devices", "torch_seam", "offload")),
     Room("stand_in", "the base class of modules that replace another module", ("errors", "torch_seam")),
     Room("torch_seam/patches", "replacements for functions of torch and other libraries during a capture",
          (*_BASE, "devices", "torch_seam", "device")),
@@ -57,6 +60,8 @@ HOUSE: tuple[Room, ...] = (
     Room("measure", "time and memory of an operation, a call, a step",
          (*_BASE, "devices", "device", *_SEAM, *_GRAPH)),
     Room("ilp", "options of a block: integer programs and a heuristic", _BASE, torch=False),
+    Room("offload/target", "where data may be sent: the user's choice, and how fast copies to it are",
+         (*_BASE, "budget", "devices", "offload", "device", "ilp")),
     Room("rotor", "dynamic programs over the chain of blocks", _BASE, torch=False),
     Room("planners", "all planners, behind one protocol", (*_BASE, "ilp", "rotor"),
          torch=False),
@@ -65,7 +70,7 @@ HOUSE: tuple[Room, ...] = (
     Room("codegen", "writes a schedule as Python source", (*_BASE, "device", *_SEAM, *_GRAPH)),
     Room("runtime", "runs a wrapped module: guards, cache of plans, autograd segments"),
     Room("settings", "the options of all public calls, declared once, and how a call reads them",
-         ("errors", "support", "pipeline")),
+         ("errors", "support", "offload/target", "pipeline")),
     Room("api", "the public calls `wrap`, `apply`, `plan`, `tradeoff`, `max_batch_size`, `shared_plan`"),
     Room("integrations", "callbacks for training libraries"),
     Room("comparison", "compares all planners on one model at equal budgets"),
@@ -111,7 +116,7 @@ def rooms() -> str:
 
 
 def _shown(room: Room) -> str:
-    return f"`{room.name}.py`" if room.name in LOOSE else f"`{room.name}/`"
+    return f"`{room.name}.py`" if (PACKAGE / f"{room.name}.py").exists() else f"`{room.name}/`"
 
 
 LOOSE = ("errors", "budget", "devices", "stand_in", "settings", "api", "compile", "__init__")

@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def planning_options(args: argparse.Namespace) -> Options:
     """Return the options of `rkmate.plan` and its like that a command line says. Raises `ArgumentError`."""
-    from rkmate.pipeline.offload import offload_of
+    from rkmate.offload.target import offload_of
     from rkmate.pipeline.settings import Settings
 
     most = None if args.offload_bytes is None else budget_of(args.offload_bytes)

@@ -1,22 +1,29 @@
-"""A schedule as Python source, and what the run time has to know about it."""
+"""A schedule as Python source, what the run time has to know about it, and the functions that compute
+deferred outputs from what the forward has kept.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rkmate.codegen.deferred import function_of
-from rkmate.codegen.from_schedule import Segment, listing_of
+from rkmate.codegen.from_schedule import InEnvironment, LocalNames, Segment, listing_of
 from rkmate.codegen.printer import print_listing
-from rkmate.codegen.slices import Copy, Enter, Function, Run
-from rkmate.graph.blocks.expressions import operators_of
+from rkmate.codegen.slices import Copy, Enter, Free, Function, Run, Slice
+from rkmate.codegen.spelling import Spelled
+from rkmate.graph.blocks.expressions import local_names, operators_of, source_key
+from rkmate.graph.blocks.lower import lower
 from rkmate.graph.blocks.partition import Partition
+from rkmate.graph.passes.joint import Deferred, Joint
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Schedule
 from rkmate.support.planning_lock import gc_pause
+from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import NAMESPACE, record_of
 from rkmate.torch_seam.schema import OpOverload
 from rkmate.torch_seam.tensors import read_directly
+
+# -- The module's source ---------------------------------------------------------------------------
 
 _KNOWN = frozenset(("aten", "prims", NAMESPACE))
 
@@ -77,3 +84,33 @@ def _operators(partition: Partition) -> set[OpOverload]:
 def _draws(functions: Sequence[Function]) -> tuple[str, ...]:
     return tuple(call.rng[step.state] for f in functions for call in f.body if isinstance(call, Enter)
                  for step in call.slice.body if isinstance(step, Run) and step.state is not None)
+
+
+# -- Deferred outputs ------------------------------------------------------------------------------
+
+def function_of(deferred: Deferred, name: str) -> Function:
+    """Return the function of one output: operations as a plain forward has them, each once."""
+    program = lower(Joint(deferred.graph, deferred.sources, (deferred.result,), wanted=(False,)))
+    cd, result = program.cd, program.storage[deferred.result]
+    naming = LocalNames()
+    naming.local = local_names(program, None, tuple(range(len(cd.c))), naming.table)
+    expressions = Spelled(program, naming)
+    last = {j: i for i, c in enumerate(cd.c) for j in (*c.inputs, *c.outputs)}
+    body: list[Run | Free] = []
+    for i, node in enumerate(program.operation):
+        several = isinstance(node.meta[VALUE], (tuple, list))
+        makes: list[str | None] = [None] * (len(node.meta[VALUE]) if several else 1)
+        for j in cd.c[i].outputs:
+            makes[program.position[j] or 0] = naming.local[j]
+        body.append(Run(expressions.call(node), tuple(makes), several))
+        gone = [j for j in last if last[j] == i and j != result]
+        if gone:
+            body.append(Free(tuple(naming.local[j] for j in gone), sum(cd.d[j].size for j in gone)))
+    assert isinstance(result, int)
+    key = cd.d[result].name
+    part = Slice(f"{name}_values", (), (), tuple(naming.sources.values()), tuple(body),
+                 (naming.local[result],))
+    return Function(name, f"output {deferred.output}, when it is read",
+                    (Enter(part, (), (), tuple(map(source_key, naming.sources)), (key,), ()),),
+                    (Spelled(program, InEnvironment(cd, (result,))).value(deferred.result),),
+                    (key,))

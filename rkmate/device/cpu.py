@@ -15,12 +15,12 @@ import torch
 from torch.autograd import profiler
 
 from rkmate.device import events
-from rkmate.device.copy_engine import CopyEngine, StepCopies, ends_by_threads
-from rkmate.device.disk_copies import FolderEngine
 from rkmate.device.kept_pages import give_back_free_pages
 from rkmate.devices import HOST
 from rkmate.errors import ArgumentError
 from rkmate.ir.simulate import Peak
+from rkmate.offload.disk import FolderEngine
+from rkmate.offload.protocol import CopyEngine, StepCopies, ends_by_threads
 from rkmate.torch_seam.memory import uses_onednn
 
 T = TypeVar("T")

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from rkmate.device import cuda_copies, history
-from rkmate.device.copy_engine import CopyEngine, StepCopies
+from rkmate.device import history
 from rkmate.device.protocol import MemoryState
 from rkmate.devices import A100, GPU, Rates, called
 from rkmate.errors import ArgumentError
 from rkmate.ir.allocator import ROUNDING, CachingAllocator, Held, Segment
 from rkmate.ir.simulate import Peak
+from rkmate.offload import cuda as cuda_copies
+from rkmate.offload.protocol import CopyEngine, StepCopies
 from rkmate.torch_seam import memory
 
 T = TypeVar("T")

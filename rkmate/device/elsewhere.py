@@ -12,13 +12,13 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from rkmate.device.copy_engine import CopyEngine, StepCopies
 from rkmate.device.cuda import Cuda
 from rkmate.device.protocol import MemoryState
 from rkmate.device.registry import standing_in
 from rkmate.devices import GPU, Rates
 from rkmate.errors import ArgumentError
 from rkmate.ir.simulate import Peak
+from rkmate.offload.protocol import CopyEngine, StepCopies
 
 T = TypeVar("T")
 

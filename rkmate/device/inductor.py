@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from rkmate.device.forms import contiguous_strides
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.device.registry import common
 from rkmate.errors import CompilerError
 from rkmate.support.warn import warn
 from rkmate.torch_seam import compiler
+from rkmate.torch_seam.storages import contiguous_strides
 from rkmate.torch_seam.versions import GROUPS, is_off, release, why_off
 
 _FORM = re.compile(r"(?:(?P<device>[\w:]+) )?(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"

@@ -13,11 +13,11 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from rkmate.device.copy_engine import CopyEngine, StepCopies
 from rkmate.devices import GPU, Rates
 from rkmate.errors import RkmateError
 from rkmate.ir.allocator import CachingAllocator
 from rkmate.ir.simulate import Peak
+from rkmate.offload.protocol import CopyEngine, StepCopies
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rkmate.errors import SolverError
-from rkmate.support.side_process import run_on_the_side
+from rkmate.support.processes import run_on_the_side
 
 # -- An integer program to minimize, as the arrays that HiGHS takes --------------------------------
 

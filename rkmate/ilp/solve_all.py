@@ -18,7 +18,7 @@ from rkmate.ilp.grid import OptionSet, block_options
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ir.cd import CDGraph
 from rkmate.support.cache import cache_folder
-from rkmate.support.cores import cores
+from rkmate.support.processes import cores
 
 _Finished = tuple[int, OptionSet | BaseException]
 

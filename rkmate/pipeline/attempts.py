@@ -11,7 +11,8 @@ from typing import Literal
 from rkmate.ir.cd import CNode, Cost
 from rkmate.ir.kernels import by_own_kernels, fastest, seconds_to_gain, seconds_to_save
 from rkmate.ir.plan import Run
-from rkmate.pipeline import deferred_outputs, offload
+from rkmate.offload import target as offload
+from rkmate.pipeline import deferred_outputs
 from rkmate.pipeline.prepare import Prepared, compiled_by, fused_in, with_operation_costs
 from rkmate.pipeline.refuse import bytes_of_any, lean_schedule, note_of, seconds_of_any
 from rkmate.pipeline.solve import Solved, runs_of, runs_of_operations, summarise

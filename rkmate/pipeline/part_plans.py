@@ -24,7 +24,7 @@ from rkmate.planners.protocol import (
     whole_step,
 )
 from rkmate.planners.registry import planner as find_planner
-from rkmate.planners.shared_room import Way
+from rkmate.planners.several_calls import Way
 from rkmate.support.planning_lock import gc_pause
 from rkmate.torch_seam.nodes import VALUE, is_backward
 

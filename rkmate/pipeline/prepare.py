@@ -46,8 +46,8 @@ from rkmate.measure.remembered import CostMemory
 from rkmate.measure.runs import touched_bytes
 from rkmate.measure.settings import MeasureSettings
 from rkmate.measure.temporaries import with_memory_of_groups
+from rkmate.offload.target import link_of
 from rkmate.pipeline.loss import traceable, trained_outputs, trains_of
-from rkmate.pipeline.offload import link_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock

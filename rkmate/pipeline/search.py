@@ -53,7 +53,7 @@ from rkmate.pipeline.refuse import (
 from rkmate.pipeline.reserved import device_room, largest_that_fits
 from rkmate.pipeline.solve import Solved, solve
 from rkmate.pipeline.variants import CHANNELS_LAST, Variant, first, is_faster, may_be_faster, others
-from rkmate.planners.auto import Auto
+from rkmate.planners.default import Auto
 from rkmate.planners.offload_search import whole_at_once
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, best
 from rkmate.planners.registry import planner as find_planner

@@ -13,7 +13,7 @@ from rkmate.graph.capture.opaque import Opaque
 from rkmate.ilp import settings as ilp_settings
 from rkmate.ilp.settings import OptionSettings
 from rkmate.measure.settings import MeasureSettings
-from rkmate.pipeline.offload import Offload
+from rkmate.offload.target import Offload
 from rkmate.planners import settings as planner_settings
 from rkmate.planners.settings import PlannerSettings
 

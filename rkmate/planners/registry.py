@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from rkmate.errors import ArgumentError
-from rkmate.planners.auto import Auto
 from rkmate.planners.chain import ChainProgram, RecomputeAll, SaveAll, Sequential
 from rkmate.planners.checkmate import CheckmatePlanner, CheckmateRounded
-from rkmate.planners.default import Default
+from rkmate.planners.default import Auto, Default
 from rkmate.planners.dtr_offline import DtrOffline
 from rkmate.planners.lower_sets import Chen, LowerSetPlanner
 from rkmate.planners.protocol import Composed, Planner

@@ -17,7 +17,6 @@ from torch import fx, nn
 
 from rkmate import device as devices
 from rkmate.codegen.emit import Generated
-from rkmate.device.copy_engine import CopyEngine
 from rkmate.device.random_state import RandomState
 from rkmate.errors import BackwardError, OffloadError
 from rkmate.graph.blocks.expressions import source_key
@@ -26,9 +25,17 @@ from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.structure import owner_name, piece_of, take_apart
 from rkmate.graph.passes.joint import Joint
-from rkmate.runtime.added_gradients import Additions, Held
+from rkmate.offload.protocol import CopyEngine
 from rkmate.runtime.deferred import DeferredOutputs
-from rkmate.runtime.environment import Away, Environment, RerunState, generator_state, generators_at
+from rkmate.runtime.environment import (
+    Additions,
+    Away,
+    Environment,
+    Held,
+    RerunState,
+    generator_state,
+    generators_at,
+)
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.segments import (
     Call,

@@ -28,7 +28,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.pipeline.attempts import Planned
 from rkmate.pipeline.part_plans import PartWays, ways_of, with_terms
 from rkmate.pipeline.prepare import Traced, trace
-from rkmate.planners.shared_room import Item, share_out, smallest_limit
+from rkmate.planners.several_calls import Item, share_out, smallest_limit
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.observed_step import ObservedStep, PartCall
 from rkmate.runtime.plan_cache import Planning, Prototype

@@ -18,7 +18,6 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
-from rkmate.device.copy_engine import CopyEngine
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
@@ -28,11 +27,12 @@ from rkmate.graph.sizes import family
 from rkmate.graph.sizes.dry_run import Recording
 from rkmate.graph.sizes.family import KnownCall, derived, known_call, possible
 from rkmate.ir.plan import in_one_line
+from rkmate.offload.protocol import CopyEngine
+from rkmate.offload.target import Offload
 from rkmate.pipeline.attempts import Planned
 from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss import traceable
-from rkmate.pipeline.offload import Offload
 from rkmate.pipeline.part_plans import with_terms
 from rkmate.pipeline.prepare import Traced, compile_all, held_tensors, trace
 from rkmate.pipeline.search import make_plan

@@ -15,8 +15,7 @@ from rkmate import device as devices
 from rkmate.errors import BackwardError
 from rkmate.ir.schedule import Loss
 from rkmate.ir.simulate import peak_of_calls, simulate
-from rkmate.runtime.added_gradients import Additions
-from rkmate.runtime.environment import Environment, RerunState
+from rkmate.runtime.environment import Additions, Environment, RerunState
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.schema import below_autograd, below_views

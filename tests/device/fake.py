@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from rkmate.device.copies import AwayBytes, CallCopies, Sent
-from rkmate.device.copy_engine import StepCopies, ends_by_threads
-from rkmate.device.forms import Form
 from rkmate.device.protocol import MemoryState
 from rkmate.device.registry import standing_in
 from rkmate.device.statistics import StatisticsMeter, measured
 from rkmate.devices import HOST
 from rkmate.ir.allocator import CachingAllocator
 from rkmate.ir.simulate import Peak
+from rkmate.offload.copies import AwayBytes, CallCopies, Sent
+from rkmate.offload.protocol import StepCopies, ends_by_threads
 from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.storages import Form
 from rkmate.torch_seam.tensors import TorchDispatchMode, storage_id
 
 

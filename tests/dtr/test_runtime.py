@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import rkmate.dtr
 from rkmate.dtr import BudgetExceeded, RuntimeStateError, ThrashingError
 from rkmate.dtr.runtime import rematerialize, sizes
-from rkmate.dtr.runtime.arguments import Arguments
-from rkmate.dtr.runtime.rates import expected_nanoseconds
+from rkmate.dtr.runtime.schema import Arguments
+from rkmate.dtr.runtime.sizes import expected_nanoseconds
 from rkmate.errors import ArgumentError
 from rkmate.measure.step import measure_peak
 from tests.device.fake import FakeDevice

@@ -156,7 +156,7 @@ def test_an_interrupt_ends_the_solve_and_is_raised(monkeypatch: pytest.MonkeyPat
 
     program = Highs(hard())
     with monkeypatch.context() as patch:
-        patch.setattr("rkmate.support.side_process.threading.Thread", Interrupted)
+        patch.setattr("rkmate.support.processes.threading.Thread", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             program.solve(3600.0)
     assert program.solve(3600.0, nodes=1).status in (Status.FEASIBLE, Status.TIMED_OUT)

@@ -17,8 +17,7 @@ from rkmate.ilp.highs import Status
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import from_order, save_all
 from rkmate.ir.simulate import simulate
-from rkmate.planners.checkmate import Checkmate, plain_graph
-from rkmate.planners.checkmate_model import rerunnable
+from rkmate.planners.checkmate import Checkmate, plain_graph, rerunnable
 from rkmate.planners.registry import planner
 from tests.planners.problems import problem_of, training_graph
 

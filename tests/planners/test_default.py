@@ -19,9 +19,8 @@ from rkmate.pipeline.search import make_curve, plan_prepared
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.solve import Solved
 from rkmate.planners import default
-from rkmate.planners.auto import Auto
 from rkmate.planners.chain import ChainSearch, SaveAll, smallest_of_chain
-from rkmate.planners.default import Default
+from rkmate.planners.default import Auto, Default
 from rkmate.planners.protocol import Candidate, Outcome, Problem, ask, found_in, infeasible, whole_step
 from rkmate.planners.registry import PLANNERS, planner
 from rkmate.planners.settings import PlannerSettings

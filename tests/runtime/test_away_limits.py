@@ -14,10 +14,10 @@ from torch import nn
 import rkmate
 from rkmate import device as devices
 from rkmate.budget import Budget
-from rkmate.device.copies import AwayBytes
 from rkmate.ir.link import Link
-from rkmate.pipeline import offload as places
-from rkmate.pipeline.offload import Offload
+from rkmate.offload import target as places
+from rkmate.offload.copies import AwayBytes
+from rkmate.offload.target import Offload
 from rkmate.planners.settings import PlannerSettings
 from rkmate.runtime.apply import planned_call_of, put_plan_into, put_plans_into_layers
 from rkmate.runtime.plan_cache import Planning

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.device.cuda_copies import SLAB, pool_of
 from rkmate.ir.link import Link
 from rkmate.measure.step import measure_peak
+from rkmate.offload.cuda import SLAB, pool_of
 from rkmate.show.copies import away_bytes
 from tests.copying import sending
-from tests.device.test_cuda_copies import no_waiting
 from tests.equality import assert_same_step
 from tests.models import BANK, Sample
+from tests.offload.test_cuda_copies import no_waiting
 from tests.options import options_of
 from tests.planners.send_all import send_all
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.measure.step import measure_step
-from rkmate.planners.shared_room import Item, Way, share_out, smallest_limit
+from rkmate.planners.several_calls import Item, Way, share_out, smallest_limit
 from rkmate.runtime.parts import Watch
 from tests.options import options_of
 

@@ -114,7 +114,7 @@ def _refused(message: str, **options: Any) -> bool:
 def test_the_backend_sends_data_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine = use(monkeypatch, LateEngine())
     fast = Link(1e12, 1e12, 0.0, BUFFERS, None, str(tmp_path))
-    monkeypatch.setattr("rkmate.pipeline.offload.stated_link", lambda *_: fast)
+    monkeypatch.setattr("rkmate.offload.target.stated_link", lambda *_: fast)
     torch.manual_seed(0)
     model, x = Tower(depth=6), torch.randn(256, 16)
     run = torch.compile(model, backend=rkmate.compile.backend, dynamic=False, options={

@@ -1,19 +1,42 @@
-"""Predict how many bytes an operation will allocate."""
+"""How many bytes an operation will allocate, and how long it takes.
+
+On a device that works while the host continues, the host's clock says how long the call took, not the
+operation; to wait for the device at each operation would leave it idle. So the time is that of the bytes and
+the arithmetic at the rates of a GPU. Eviction compares times with each other: their ratios matter.
+"""
 
 from __future__ import annotations
 
 import time
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from rkmate import device as devices
 from rkmate.device import Device, MeterError
-from rkmate.dtr.runtime.rates import expected_nanoseconds
+from rkmate.devices import Rates
 from rkmate.dtr.runtime.schema import map_tensors
 from rkmate.torch_seam.schema import OpOverload
 from rkmate.torch_seam.tensors import storage_id
 
+# -- Times -----------------------------------------------------------------------------------------
+
+_RATES = Rates(2e12, 5e13, MappingProxyType({}), 4e-6)
+"""Rates of a typical GPU."""
+
+
+def expected_nanoseconds(function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """Return the greater of arithmetic and memory traffic, plus a call."""
+    moved: list[int] = []
+    map_tensors([*args, *kwargs.values(), result], lambda t: moved.append(t.numel() * t.element_size()))
+    count = flop_registry.get(function.overloadpacket)
+    flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+    return int(1e9 * _RATES.seconds(flops / _RATES.flops_per_second, sum(moved)))
+
+
+# -- Bytes -----------------------------------------------------------------------------------------
 
 class Need(NamedTuple):
     """Memory that an operation allocates."""

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.device.forms import contiguous_strides
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import own_operator, record_of
+from rkmate.torch_seam.storages import contiguous_strides
 
 aten = torch.ops.aten
 

@@ -17,7 +17,6 @@ from rkmate.measure.step import measure_peak
 from rkmate.pipeline import prepare as pipeline
 from rkmate.show.replay import replay
 from tests.capturing import captured_once
-from tests.clocks import count_times
 from tests.equality import assert_same_step, measured_peak
 from tests.models import Sample
 
@@ -137,7 +136,6 @@ def test_unchunked_where_there_is_room(planner: str, counts: list[int],
                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the budget leaves room torch's kernel runs, which is faster and takes more; the peak stays as
     predicted."""
-    count_times(monkeypatch)
     monkeypatch.setattr(cpu, "PART_BYTES", 2**16)
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
     for _ in range(5):
@@ -148,10 +146,10 @@ def test_unchunked_where_there_is_room(planner: str, counts: list[int],
     if planner == "recompute-all":
         with pytest.raises(rkmate.InfeasibleBudget) as caught:
             rkmate.wrap(copy.deepcopy(model), sample.args, budget=1,
-                        settings=rkmate.Settings(planner=planner), progress=False)
+                        settings=rkmate.Settings(planner=planner, costs="analytic"), progress=False)
         budget = caught.value.minimum_bytes
     module = rkmate.wrap(copy.deepcopy(model), sample.args, budget=budget,
-                         settings=rkmate.Settings(planner=planner), progress=False)
+                         settings=rkmate.Settings(planner=planner, costs="analytic"), progress=False)
     found = [module.source.count(f"= {name}") for name in
              ("aten_native_batch_norm_backward", "rkmate_batch_norm_backward")]
     assert found == counts

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rkmate.device.copies import AwayBytes, CallCopies, Extent, Room, Sent, checksum
-from rkmate.device.copy_engine import StepCopies
-from rkmate.device.forms import Form, bytes_of
 from rkmate.errors import OffloadError
+from rkmate.offload.copies import AwayBytes, CallCopies, Extent, Room, Sent, checksum
+from rkmate.offload.protocol import StepCopies
+from rkmate.torch_seam.storages import Form, bytes_of
 
 SLAB = 2**25
 """Bytes of pinned memory that are taken at a time: a power of two, to which torch would round them."""

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from rkmate.device import cuda_copies
-from rkmate.device.copies import Extent
-from rkmate.device.cuda_copies import HostEngine, PinnedPool, pool_of
 from rkmate.errors import OffloadError
+from rkmate.offload import cuda as cuda_copies
+from rkmate.offload.copies import Extent
+from rkmate.offload.cuda import HostEngine, PinnedPool, pool_of
 from rkmate.runtime.environment import Away
-from tests.device.test_copy_engine import same, some
+from tests.offload.test_copy_engine import same, some
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rkmate import device as devices
-from rkmate.device import disk_copies
-from rkmate.device import disk_copies as huge_pages
-from rkmate.device.disk_copies import ask_for_huge_pages
+from rkmate.offload import disk as disk_copies
+from rkmate.offload import disk as huge_pages
+from rkmate.offload.disk import ask_for_huge_pages
 
 SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 SMAPS = Path("/proc/self/smaps")

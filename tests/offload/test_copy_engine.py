@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from rkmate import device as devices
-from rkmate.device import disk_copies as away_file
-from rkmate.device.copy_engine import CopyEngine
-from rkmate.device.forms import bytes_of
 from rkmate.errors import ArgumentError, OffloadError, RkmateWarning
 from rkmate.measure.step import measure_peak, tracking
+from rkmate.offload import disk as away_file
+from rkmate.offload.protocol import CopyEngine
+from rkmate.torch_seam.storages import bytes_of
 from tests.device.fake import FakeDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is memory:rkmate.errors.RkmateWarning")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rkmate import device as devices
-from rkmate.device.cuda_copies import SLAB, pool_of
 from rkmate.errors import ArgumentError, OffloadError
-from rkmate.measure.bandwidth import measure_link
 from rkmate.measure.step import measure_peak
+from rkmate.offload.cuda import SLAB, pool_of
+from rkmate.offload.target import measure_link
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 MIB = 2**20

@@ -19,8 +19,8 @@ from rkmate.devices import H100
 from rkmate.errors import ArgumentError, PlanError
 from rkmate.ir.link import Link
 from rkmate.ir.simulate import simulate
-from rkmate.pipeline import offload as places
-from rkmate.pipeline.offload import Offload, offload_of
+from rkmate.offload import target as places
+from rkmate.offload.target import Offload, offload_of
 from rkmate.show.plan import Plan
 from tests.copying import BUFFERS, LateEngine, sending, use
 from tests.options import options_of

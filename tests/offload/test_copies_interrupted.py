@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from rkmate import device as devices
-from rkmate.device import disk_copies
-from rkmate.device import disk_copies as away_file
-from rkmate.device.copies import Extent
-from rkmate.device.copy_engine import CopyEngine
 from rkmate.errors import OffloadError
-from tests.device.test_copy_engine import files, same, some, there_and_back
-from tests.device.test_copy_engine_faults import Gate
+from rkmate.offload import disk as away_file
+from rkmate.offload import disk as disk_copies
+from rkmate.offload.copies import Extent
+from rkmate.offload.protocol import CopyEngine
+from tests.offload.test_copy_engine import files, same, some, there_and_back
+from tests.offload.test_copy_engine_faults import Gate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is memory:rkmate.errors.RkmateWarning")
 CPU = devices.of("cpu")

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from rkmate.device.copies import (
+from rkmate.errors import ArgumentError, OffloadError
+from rkmate.offload.copies import (
     BLOCK,
     CHUNK,
     LANES,
@@ -40,9 +41,8 @@ from rkmate.device.copies import (
     reason_of,
     uninterrupted,
 )
-from rkmate.device.forms import Form
-from rkmate.errors import ArgumentError, OffloadError
 from rkmate.support.warn import warn
+from rkmate.torch_seam.storages import Form
 
 # -- Huge pages ------------------------------------------------------------------------------------
 #

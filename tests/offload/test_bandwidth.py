@@ -9,9 +9,9 @@ import pytest
 
 from rkmate import device
 from rkmate.errors import OffloadError, RkmateWarning
-from rkmate.measure import bandwidth
-from rkmate.measure.bandwidth import measure_link
 from rkmate.measure.step import measure_peak
+from rkmate.offload import target as bandwidth
+from rkmate.offload.target import measure_link
 from tests.device.fake import FakeCopies, FakeDevice, FakeEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is memory:rkmate.errors.RkmateWarning")

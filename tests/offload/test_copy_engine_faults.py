@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from rkmate import device as devices
-from rkmate.device import disk_copies as away_file
-from rkmate.device.copy_engine import CopyEngine
 from rkmate.errors import ArgumentError, OffloadError, RkmateWarning
-from tests.device.test_copy_engine import files, same, some, there_and_back
+from rkmate.offload import disk as away_file
+from rkmate.offload.protocol import CopyEngine
+from tests.offload.test_copy_engine import files, same, some, there_and_back
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is memory:rkmate.errors.RkmateWarning")
 CPU = devices.of("cpu")

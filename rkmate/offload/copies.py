@@ -21,8 +21,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from rkmate.device.forms import Form
 from rkmate.errors import OffloadError
+from rkmate.torch_seam.storages import Form
 
 # -- Bytes that are away ---------------------------------------------------------------------------
 #

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rkmate.device.copies import PIECE, Extent, Room
+from rkmate.offload.copies import PIECE, Extent, Room
 
 
 def test_extents_are_nobodys_twice_and_the_space_is_no_longer_than_it_has_to_be() -> None:
