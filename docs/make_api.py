@@ -19,6 +19,7 @@ _GROUPS = (
     ("Planning", ("wrap", "apply", "plan", "tradeoff", "compare", "auto_budget", "max_batch_size",
                   "measure_step", "shared_plan")),
     ("Before you train", ("doctor", "check")),
+    ("Wishes", ("keep", "recompute")),
     ("What comes back", ("PlannedModule", "Plan", "Curve", "Comparison", "BatchSize", "Diagnosis", "Finding",
                          "Parity")),
     ("Options and settings", ("Options", "Settings", "RunSettings", "PlannerSettings", "MeasureSettings",

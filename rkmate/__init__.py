@@ -18,8 +18,10 @@ _PLACES = {
         "ArgumentError", "BackwardError", "CaptureError", "CompilerError", "DeferredOutputError",
         "DeviceMemoryError",
         "GraphError", "InfeasibleBudget", "MissingExtra", "OffloadError", "PlanError", "PlanningTimeout",
-        "RkmateError", "RkmateWarning", "ScheduleError", "SolverError", "TorchVersionError", "UnknownOption"),
+        "RkmateError", "RkmateWarning", "ScheduleError", "SolverError", "TorchVersionError", "UnknownOption",
+        "WishError"),
     "rkmate.graph.blocks.cut": ("CutSettings",),
+    "rkmate.graph.capture.hints": ("keep", "recompute"),
     "rkmate.ilp.settings": ("OptionSettings",),
     "rkmate.measure.settings": ("MeasureSettings",),
     "rkmate.measure.step": ("measure_step",),
@@ -72,7 +74,10 @@ if typing.TYPE_CHECKING:
     from rkmate.errors import SolverError as SolverError
     from rkmate.errors import TorchVersionError as TorchVersionError
     from rkmate.errors import UnknownOption as UnknownOption
+    from rkmate.errors import WishError as WishError
     from rkmate.graph.blocks.cut import CutSettings as CutSettings
+    from rkmate.graph.capture.hints import keep as keep
+    from rkmate.graph.capture.hints import recompute as recompute
     from rkmate.ilp.settings import OptionSettings as OptionSettings
     from rkmate.measure.settings import MeasureSettings as MeasureSettings
     from rkmate.measure.step import measure_step as measure_step

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from rkmate.errors import CompilerError, TorchVersionError
 from rkmate.show.amounts import count, size
 from rkmate.support.cache import cache_folder
-from rkmate.support.cores import cores
+from rkmate.support.processes import cores
 
 State = Literal["works", "missing", "broken"]
 
@@ -234,7 +234,7 @@ def _disk(folder: Path) -> Finding:
 @functools.cache
 def _said_of(folder: Path) -> str:
     """Return what a process is warned of when it first opens a folder as a target; empty if nothing."""
-    from rkmate.device.disk_copies import shared
+    from rkmate.offload.disk import shared
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

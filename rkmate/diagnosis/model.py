@@ -17,7 +17,7 @@ from rkmate.diagnosis.machine import Finding, examine, problems
 from rkmate.errors import CaptureError, RkmateError
 from rkmate.graph.capture.refusals import flags_to_plan
 from rkmate.graph.capture.state import HostDraws, PythonState
-from rkmate.pipeline.offload import HOST
+from rkmate.offload.target import HOST
 from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.runtime.parts import is_worth_looking_at, kind_key

@@ -99,7 +99,7 @@ def test_a_folder_in_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_a_process_is_warned_once_and_told_each_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("rkmate.device.disk_copies._kind", lambda folder: "tmpfs")
+    monkeypatch.setattr("rkmate.offload.disk._kind", lambda folder: "tmpfs")
     assert [machine._said_of(tmp_path) for _ in range(2)] == [machine._said_of(tmp_path)] * 2
     assert "not a disk" in machine._said_of(tmp_path)
 
