@@ -30,16 +30,22 @@ def run_doctor(args: argparse.Namespace) -> int:
     something is broken here, 4 if the model cannot be planned as a whole."""
     from rkmate.diagnosis import machine as here
 
+    if args.target is not None and elsewhere_options(args):
+        raise ArgumentError(f"device is {args.device!r}: doctor looks at this machine; rkmate plan and "
+                            "rkmate curve take a GPU that is not here")
+    target = None if args.target is None else load_target(args.target, args.device)
+    machine = []
+    for finding in here.findings(None if args.offload in (None, "host") else args.offload):
+        machine.append(finding)
+        if not args.json:
+            print(finding, flush=True)
     found: Any = None
-    if args.target is not None:
-        import rkmate
+    if target is not None:
+        from rkmate.diagnosis.model import doctor, of_model
+        from rkmate.settings import chosen
 
-        if elsewhere_options(args):
-            raise ArgumentError(f"device is {args.device!r}: doctor looks at this machine; rkmate plan and "
-                                "rkmate curve take a GPU that is not here")
-        target = load_target(args.target, args.device)
-        found = rkmate.doctor(target.model, target.args, target.kwargs, **planning_options(args))
-    machine = here.examine() if found is None else found.machine
+        found = of_model(tuple(machine), target.model, target.args, target.kwargs, None, (),
+                         chosen(planning_options(args), doctor))
     if args.json:
         content: dict[str, Any] = {"machine": [vars(f) for f in machine]}
         if found is not None:
@@ -47,8 +53,8 @@ def run_doctor(args: argparse.Namespace) -> int:
                         "parts": [vars(p) for p in found.parts], "advice": found.advice,
                         "curve": [as_json(p) for p in found.curve or ()]}
         print(json.dumps(content))
-    else:
-        print("\n".join(map(str, machine)) if found is None else found)
+    elif found is not None:
+        print(f"\n{found.about_model}")
     return 4 if found is not None and found.error is not None else 1 if here.problems(machine) else 0
 
 

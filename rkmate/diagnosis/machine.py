@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -57,10 +58,12 @@ def examine(folder: str | os.PathLike[str] | None = None) -> tuple[Finding, ...]
     Args:
         folder: the folder whose disk is tried; the temporary folder by default.
     """
-    return tuple(_findings(Path(folder or tempfile.gettempdir())))
+    return tuple(findings(folder))
 
 
-def _findings(folder: Path) -> Iterator[Finding]:
+def findings(folder: str | os.PathLike[str] | None = None) -> Iterator[Finding]:
+    """Yield what `examine` finds, one after the other."""
+    place = Path(folder or tempfile.gettempdir())
     yield Finding("rkmate", "works",
                   f"{_version('rkmate') or 'not installed'}, in {Path(__file__).parents[1]}")
     yield Finding("Python", "works",
@@ -74,7 +77,7 @@ def _findings(folder: Path) -> Iterator[Finding]:
     yield _tried("solver", _solver, "pip install --force-reinstall highspy")
     yield _tried("cache", _cache, "set RKMATE_CACHE_DIR to a folder that can be written to")
     if torch.state == "works":
-        yield _tried("disk", lambda: _disk(folder))
+        yield _tried("disk", lambda: _disk(place))
     yield _tried("graphviz", _graphviz)
     yield _package("matplotlib", "pictures of time and memory, and reports, are not drawn",
                    "pip install 'rkmate[plots]'")
@@ -85,7 +88,9 @@ def _findings(folder: Path) -> Iterator[Finding]:
 
 def _tried(subject: str, look: Callable[[], Finding], remedy: str = "") -> Finding:
     """Return a finding; an error on the way to it is one, too."""
+    before = logging.root.manager.disable
     try:
+        logging.disable(logging.WARNING)            # torch's compiler says what else it misses
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return look()
@@ -93,6 +98,8 @@ def _tried(subject: str, look: Callable[[], Finding], remedy: str = "") -> Findi
         return Finding(subject, "broken", str(error))
     except Exception as error:          # whatever a library raises, the others are still looked at
         return Finding(subject, "broken", f"{type(error).__name__}: {error}".strip(": "), remedy)
+    finally:
+        logging.disable(before)
 
 
 def _version(package: str) -> str | None:
@@ -252,6 +259,6 @@ def _graphviz() -> Finding:
     return Finding("graphviz", "works", (done.stderr or done.stdout).strip())
 
 
-def problems(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+def problems(found: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return the findings that keep rkmate from working."""
-    return tuple(f for f in findings if f.state == "broken")
+    return tuple(f for f in found if f.state == "broken")

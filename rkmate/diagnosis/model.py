@@ -80,10 +80,13 @@ class Diagnosis:
         return None if self.curve is None else self.curve[-1]
 
     def __str__(self) -> str:
-        lines = [str(f) for f in self.machine]
-        if self.model:
-            lines += ["", f"{self.model}: " + ("can be planned" if self.error is None else
-                                               "cannot be planned as a whole")]
+        return "\n".join([*map(str, self.machine), *(["", self.about_model] if self.model else [])])
+
+    @property
+    def about_model(self) -> str:
+        """What it prints about the model; empty without one."""
+        lines = [f"{self.model}: " + ("can be planned" if self.error is None else
+                                      "cannot be planned as a whole")] if self.model else []
         if self.error is not None and not any(part.why for part in self.parts):
             lines += [f"  {self.error}"]
         for can, title in ((True, "can be captured"), (False, "cannot be captured")):
@@ -123,6 +126,12 @@ def doctor(model: nn.Module | None = None, args: Sequence[Any] = (),
     machine = examine(None if place is None or place.place == HOST else place.place)
     if model is None:
         return Diagnosis(machine)
+    return of_model(machine, model, args, kwargs, loss, loss_args, call)
+
+
+def of_model(machine: tuple[Finding, ...], model: nn.Module, args: Any, kwargs: Any, loss: Any,
+             loss_args: Any, call: Chosen) -> Diagnosis:
+    """Return the diagnosis of a model on a machine that was looked at."""
     name = type(model).__name__
     try:
         curve = tradeoff(model, args, kwargs, loss=loss, loss_args=loss_args, **call.options())

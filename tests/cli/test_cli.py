@@ -223,10 +223,9 @@ def test_a_digit_that_is_no_number(digits: str, capsys: Captured) -> None:
 
 @pytest.fixture
 def machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rkmate.diagnosis import machine, model
+    from rkmate.diagnosis import machine
 
-    for module in (machine, model):
-        monkeypatch.setattr(module, "examine", lambda *_: (machine.Finding("solver", "works", "HiGHS"),))
+    monkeypatch.setattr(machine, "findings", lambda *_: iter((machine.Finding("solver", "works", "HiGHS"),)))
 
 
 @pytest.mark.usefixtures("machine_alone")
@@ -245,7 +244,7 @@ def test_doctor(capsys: Captured) -> None:
 def test_doctor_where_something_fails(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     from rkmate.diagnosis import machine
 
-    monkeypatch.setattr(machine, "examine", lambda *_: (machine.Finding("solver", "broken", "fails"),))
+    monkeypatch.setattr(machine, "findings", lambda *_: iter((machine.Finding("solver", "broken", "fails"),)))
     assert run("doctor") == 1
     assert capsys.readouterr().out.startswith("broken")
 
