@@ -372,7 +372,7 @@ def test_a_feature_keeps_its_place_where_it_gains_enough(on_the_path: None) -> N
 
     def row(model: str, budget: str, off: float | None, on_peak: int = 100, off_peak: int | None = 100,
             on: float | None = 1.0) -> Any:
-        return ablation.Row(model, "dtr", budget, "analytic", 200, on, on_peak, 2.0, off, off_peak, 1.0)
+        return ablation.Row(model, "finishing", budget, "analytic", 200, on, on_peak, 2.0, off, off_peak, 1.0)
 
     assert row("gpt", "0.5", 1.25).gain == pytest.approx(0.2)
     assert row("gpt", "0.5", 1.0, on_peak=90).gain == 0             # a budget that is used up

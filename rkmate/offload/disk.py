@@ -133,7 +133,7 @@ class AwayFile:
 
     @property
     def aligned(self) -> int:
-        """Where memory should begin, to be read and written as it stands: see `Descriptor.aligned`."""
+        """Return the multiple of bytes at which directly read and written memory begins (`Descriptor.aligned`)."""
         return self._descriptor.aligned
 
     def abandon(self, call: Abandoned) -> None:

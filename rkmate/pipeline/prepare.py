@@ -163,7 +163,7 @@ class Prepared:
 
     @property
     def device(self) -> torch.device:
-        """Where the model stands."""
+        """The device of the model."""
         return self.blocked.traced.device
 
     @property

@@ -16,9 +16,7 @@ from typing import Literal
 
 from rkmate.planners import settings as planner_settings
 from rkmate.planners.chain import ChainSearch, smallest_of_chain
-from rkmate.planners.dtr_offline import DtrOffline
 from rkmate.planners.finish import finish
-from rkmate.planners.lower_sets import LowerSetPlanner
 from rkmate.planners.offload_search import Offloading
 from rkmate.planners.protocol import (
     Candidate,
@@ -147,8 +145,7 @@ SMALLEST_TRIES = 24
 """Number of times that the smallest budget's range is halved, at most."""
 
 _WORDS = {"rk-rotor": "the chain's dynamic program (rk-Rotor)",
-          "save-set": "the integer program on the whole graph (save-set)",
-          "dtr": "the replayed policy (dtr)", "lower-sets": "the lower-set program"}
+          "save-set": "the integer program on the whole graph (save-set)"}
 
 
 @dataclass(frozen=True)
@@ -167,8 +164,6 @@ class Entry:
     gap: float | None = None
     """Smallest distance of the best schedule above the bound, relative to the bound, for which it is asked;
     None: it is always asked."""
-    most_nodes: float = math.inf
-    """Largest number of computations of a graph for which it is asked."""
     after_cut: bool = False
     """Whether it is asked only if the strategy that gives the bound was cut short, after the schedules found
     before are finished."""
@@ -184,9 +179,6 @@ def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
         Entry(save_set, "save-set", frozenset({"deep"}), s.save_set_seconds, s.deep_seconds),
         Entry(save_set, "save-set", DETERMINED, s.save_set_seconds),
         Entry(ChainSearch(s), "rk-rotor", DETERMINED, gap=s.gap_tolerance, finished=2),
-        Entry(DtrOffline(), "dtr", DETERMINED, gap=s.gap_tolerance, most_nodes=s.dtr_nodes),
-        Entry(LowerSetPlanner("lower-sets"), "lower-sets", DETERMINED, gap=s.gap_tolerance,
-              most_nodes=s.lower_set_nodes),
         Entry(save_set, "save-set", frozenset({"first"}), s.first_seconds, gap=s.wide_gap, after_cut=True),
         Entry(save_set, "save-set", frozenset({"below first"}), max(s.first_seconds, s.save_set_seconds)),
         Entry(save_set, "save-set", frozenset({"below further"}), s.save_set_seconds),
@@ -332,7 +324,7 @@ class _Search:
 
     def ask(self, entry: Entry) -> None:
         """Ask a strategy, where its turn has come."""
-        if len(self.problem.graph.c) > entry.most_nodes or (entry.after_cut and not self.cut):
+        if entry.after_cut and not self.cut:
             return
         if entry.after_cut:
             self.finish(0.0)

@@ -40,17 +40,13 @@ class PlannerSettings:
     """Seconds to search for the smallest feasible budget, after a budget was infeasible."""
     deep_nodes: int = 800
     """On graphs with more computations than this, a further budget gets one schedule of the chain after few
-    tries, and dtr and lower sets are not asked."""
+    tries."""
     deep_seconds: float = 0.75
     """Seconds that the chain and the save-set program may take together for such a budget. The program gets
     less if the chain's table is made first."""
     deep_unused: float = 2e-2
     """On such a graph, a schedule of the chain that leaves less than this fraction of the budget unused is
     good enough; so is a smallest budget within this fraction of an infeasible one."""
-    dtr_nodes: int = 1500
-    """Largest number of computations for which dtr is asked: its time grows with the square."""
-    lower_set_nodes: int = 300
-    """Largest number of computations for which lower sets are asked."""
     fine: int = 4
     """A second table, for small budgets, ends at this multiple of the chain's least memory, with half as many
     slots. (The table for all budgets has only a dozen slots below the least memory of a deep model.)"""

@@ -268,13 +268,13 @@ def test_settings_are_checked() -> None:
         PlannerSettings(gap_tolerance=-1)
     with pytest.raises(ArgumentError, match="slots"):
         PlannerSettings(slots=0)
-    with pytest.raises(ArgumentError, match="dtr_nodes is"):
-        PlannerSettings(dtr_nodes=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="deep_nodes is"):
+        PlannerSettings(deep_nodes=0.5)  # type: ignore[arg-type]
 
 
 def test_the_default_is_one_of_the_registry() -> None:
     own = PLANNERS["rockmate"]
-    assert isinstance(own, Default) and own.asks == ("rk-rotor", "save-set", "dtr", "lower-sets")
+    assert isinstance(own, Default) and own.asks == ("rk-rotor", "save-set")
     patient = PlannerSettings(first_seconds=7.0)
     assert planner("rockmate", patient) == Default(patient)
     with pytest.warns(rkmate.RkmateWarning, match="now called 'save-set'"):
