@@ -220,6 +220,17 @@ def test_a_plan_belongs_to_its_wishes(tmp_path: Path) -> None:
         rkmate.wrap(tower(rkmate.keep), (X,), plan=saved, settings=settings(pins), progress=False)
 
 
+@pytest.mark.parametrize(("hint", "pins"), [(rkmate.keep, {}), (None, {"blocks.*": "recompute"})])
+def test_other_sizes_follow_the_wishes_too(hint: Any, pins: Any) -> None:
+    """The third one is derived from two captures."""
+    module = rkmate.wrap(tower(hint), (X,), budget=0.7, settings=settings(pins), progress=False)
+    for n in (64, 80, 96):
+        module(torch.randn(n, 32)).backward()
+        found = again(module.plan)
+        assert module.plan.origin.inputs[0][1] == f"float32[{n}, 32]"
+        assert not {"blocks.0", "blocks.1", "blocks.2"} & set(found) if hint else found["blocks.1.up"] == 1
+
+
 # -- wishes that cannot be met ------------------------------------------------------------
 
 def test_no_such_module() -> None:
