@@ -30,7 +30,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "shared_plan": (rkmate.shared_plan, "model args kwargs budget group"),
     "check": (rkmate.check, "model args kwargs budget steps loss loss_args optimizer"),
     "doctor": (rkmate.doctor, "model args kwargs loss loss_args"),
-    "BudgetCallback": (_BudgetCallback.__init__, "budget"),
+    "BudgetCallback": (_BudgetCallback.__init__, "budget log_to"),
 }
 """By name: the call, and what it takes beside the options."""
 X = torch.randn(4, 8)

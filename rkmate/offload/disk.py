@@ -133,7 +133,7 @@ class AwayFile:
 
     @property
     def aligned(self) -> int:
-        """Return the multiple of bytes at which directly read and written memory begins (`Descriptor.aligned`)."""
+        """Return the multiple of bytes at which memory for direct reads and writes begins."""
         return self._descriptor.aligned
 
     def abandon(self, call: Abandoned) -> None:
