@@ -163,8 +163,7 @@ FEATURES: dict[str, Feature] = {
     "products of pixels": Feature(
         "with the channels last, convolutions of 1 x 1 are products of matrices",
         _without_row(passes, "REWRITES", "products of pixels"),
-        where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS,
-        stays="counted costs are the same: to be measured"),
+        where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS),
     "sums over pixels": Feature(
         "with the channels last, batch norms of large images on a CPU add up by groups of pixels",
         _without_row(passes, "REWRITES", "sums over pixels"),
