@@ -56,21 +56,30 @@ class BudgetCallback(Callback):
         self._log: PlanLog | None = None
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Find the part to plan, before the model is moved and wrapped."""
-        if stage == "fit":
-            name = largest_part(pl_module) if self._name is None else self._name
-            try:
-                self._module = pl_module.get_submodule(name)
-            except AttributeError:
-                parts = ", ".join(n for n, _ in pl_module.named_children())
-                raise ArgumentError(f"module is {name!r}, which {type(pl_module).__name__} does not have; "
-                                    f"its parts are {parts}") from None
-            apply(self._module, budget=self._budget, **self._options)
+        """Find the part to plan, before the model is moved and wrapped; later if `configure_model` makes
+        it."""
+        if stage == "fit" and any(True for _ in pl_module.parameters()):
+            self._begin(trainer, pl_module)
 
-            def write(figures: Mapping[str, float], step: int | None) -> None:
-                for logger in trainer.loggers:
-                    logger.log_metrics(dict(figures), step=step)
-            self._log = PlanLog(self._module, write)
+    def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Find the part to plan if `configure_model` has made it."""
+        if self._module is None:
+            self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: Any, pl_module: nn.Module) -> None:
+        name = largest_part(pl_module) if self._name is None else self._name
+        try:
+            self._module = pl_module.get_submodule(name)
+        except AttributeError:
+            parts = ", ".join(n for n, _ in pl_module.named_children())
+            raise ArgumentError(f"module is {name!r}, which {type(pl_module).__name__} does not have; "
+                                f"its parts are {parts}") from None
+        apply(self._module, budget=self._budget, **self._options)
+
+        def write(figures: Mapping[str, float], step: int | None) -> None:
+            for logger in trainer.loggers:
+                logger.log_metrics(dict(figures), step=step)
+        self._log = PlanLog(self._module, write)
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any,
                            batch_idx: int) -> None:

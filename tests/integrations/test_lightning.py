@@ -41,6 +41,19 @@ class Task(lightning.LightningModule):  # type: ignore[misc]
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Configured(Task):
+    """A task that makes its model when training begins, as it should where that is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(1)
+            self.scale, self.net = nn.Linear(4, 4), Tower(dropout=0.1)
+
+
 def fit(task: Task, folder: Path, *callbacks: Any) -> Task:
     torch.manual_seed(0)
     data = DataLoader(TensorDataset(torch.randn(3 * 64, 16)), 64)
@@ -67,6 +80,12 @@ def test_the_largest_part_is_planned(module: str | None, tmp_path: Path) -> None
     assert plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes
     assert rkmate.applied(found.net) is None, "afterwards it is as it was"
     plain = fit(task(), tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_model_that_is_made_when_training_begins_is_planned(tmp_path: Path) -> None:
+    found, plain = fit(Configured(), tmp_path, budget()), fit(Configured(), tmp_path)
+    assert all(plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes for plan in found.seen)
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), plain.parameters(), strict=True))
 
 
