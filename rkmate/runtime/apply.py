@@ -20,7 +20,7 @@ from rkmate.budget import Budget
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.refusals import refuse_data_parallelism
 from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
-from rkmate.runtime.parts import Parts, Watch, take_watch_from
+from rkmate.runtime.parts import LARGE, Parts, Watch, take_watch_from
 from rkmate.runtime.plan_cache import (
     REPLACED,
     Engines,
@@ -38,8 +38,9 @@ from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, own_call, re
 # Budgets for a model whose layers are sharded by `fully_shard` (FSDP2).
 #
 # Each sharded layer gathers its parameters in hooks around its forward and its backward, so each is planned
-# by itself, and its hooks stay outside of its plan. Where a layer has sharded parts, these are planned. The
-# first call finds the layers of a model that was sharded after `apply`.
+# by itself, and its hooks stay outside of its plan. Where a layer has sharded parts, these are planned. A
+# layer of one operation has nothing to compute again, and runs as it is. The first call finds the layers of a
+# model that was sharded after `apply`.
 #
 # One step calls all of them before the first backward: similar layers (of one class, with parameters of the
 # same shapes) share a budget as several calls of one module do, and layers of different kinds share the whole
@@ -62,9 +63,16 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def sharded_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the innermost sharded modules inside of a model, the model itself left out."""
+    """Return the innermost sharded modules inside of a model, the model itself left out; without those of one
+    operation (an embedding, a head), where there are others."""
     sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
-    return [m for m in sharded if not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
+    layers = [m for m in sharded if not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
+    return [m for m in layers if not _is_one_operation(m)] or layers
+
+
+def _is_one_operation(module: nn.Module) -> bool:
+    return not isinstance(module, LARGE) and not any(True for _ in module.children()) and \
+        type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
 def shares(model: nn.Module, layers: list[nn.Module], planning: Planning) -> list[Share]:

@@ -45,7 +45,7 @@ logger = logging.getLogger("rkmate")
 
 WORTH = 0.02
 """The share of what a step keeps for the backward that a kind of part has to keep, to be planned."""
-_LARGE = (nn.RNNBase, nn.MultiheadAttention)
+LARGE = (nn.RNNBase, nn.MultiheadAttention)
 """Modules of torch that are more than an operation, though they may call no submodule."""
 
 
@@ -540,7 +540,7 @@ def is_worth_looking_at(module: nn.Module) -> bool:
     """Whether a submodule may be more than one operation of torch."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
         return False
-    return isinstance(module, _LARGE) or not type(module).__module__.startswith("torch.nn.modules.") or \
+    return isinstance(module, LARGE) or not type(module).__module__.startswith("torch.nn.modules.") or \
         any(True for _ in module.children())
 
 

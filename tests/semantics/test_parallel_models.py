@@ -157,17 +157,22 @@ def _too_little(rank: int) -> dict[str, Any]:
     """A layer with nothing to compute again, sharded by itself."""
     from torch.distributed.fsdp import fully_shard
 
-    net = nn.Sequential(*_Net().layers, nn.Linear(32, 1000))
-    for layer in net:
-        fully_shard(layer, mesh=_mesh())
-    fully_shard(net, mesh=_mesh())
-    rkmate.apply(net, **{**CHOSEN, "budget": 0.7})
+    def made(head: nn.Module) -> nn.Module:
+        net = nn.Sequential(*_Net().layers, head)
+        for layer in net:
+            fully_shard(layer, mesh=_mesh())
+        return rkmate.apply(fully_shard(net, mesh=_mesh()), **{**CHOSEN, "budget": 0.7})
+
+    single = made(nn.Linear(32, 1000))
+    single(_data(rank)).sum().backward()
+    net = made(nn.Sequential(nn.Linear(32, 1000)))
     error = _caught(lambda: net(_data(rank)).sum().backward())
     rkmate.remove(net)
     for layer in net[:3]:
         rkmate.apply(layer, **CHOSEN)
     net(_data(rank)).sum().backward()
-    return {"error": error, "planned": [rkmate.applied(layer) is not None for layer in net]}
+    return {"error": error, "planned": [rkmate.applied(layer) is not None for layer in net],
+            "one operation": [rkmate.applied(layer) is not None for layer in single]}
 
 
 def _flat_like_the_original(rank: int) -> dict[str, Any]:
@@ -274,7 +279,7 @@ def test_a_layer_that_cannot_keep_to_its_share_is_named(found: Found) -> None:
         assert kind == "InfeasibleBudget", text
         assert text.startswith("3 of FSDPSequential, a sharded layer, is planned by itself"), text
         assert "rkmate.apply(layer, budget=...)" in text
-        assert mine["planned"] == [True, True, True, False]
+        assert mine["planned"] == mine["one operation"] == [True, True, True, False]
 
 
 def test_parameters_of_zero_3_are_refused_by_its_name() -> None:
