@@ -48,7 +48,7 @@ from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError
 from rkmate.torch_seam.patches.features import INNER, check_once
 from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW
 from rkmate.torch_seam.tensors import FakeTensor, storage_id
-from rkmate.torch_seam.trace import Role, export_joint, load, quiet, role_of
+from rkmate.torch_seam.trace import Role, export_joint, graphs_without_code, load, quiet, role_of
 from rkmate.torch_seam.versions import is_off
 
 # -- A captured step -------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     tensors = [t if all(t is not u for u in given[:k]) else
                t.detach().requires_grad_(t.requires_grad) for k, t in enumerate(given)]
     with unchanged_random_state(*devices.in_use()), warnings.catch_warnings(), torch.inference_mode(False), \
-            torch.enable_grad(), quiet(), repaired("trace", model):
+            torch.enable_grad(), quiet(), graphs_without_code(), repaired("trace", model):
         warnings.simplefilter("ignore")
         flat = flat_module(model, inputs, PythonState(model))
         program = None

@@ -182,10 +182,11 @@ def run_as_they_are(program: fx.GraphModule) -> None:
     """Let the recorded calls of an exported program be calls of their functions again."""
     for module in program.modules():
         if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                if isinstance(node.target, _Recorded):
-                    node.target = _custom_function(node.target.call)
-            module.recompile()
+            found = [n for n in module.graph.nodes if isinstance(n.target, _Recorded)]
+            for node in found:
+                node.target = _custom_function(node.target.call)
+            if found:
+                module.recompile()
 
 
 def _custom_function(call: _Call) -> Callable[..., Any]:
