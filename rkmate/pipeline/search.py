@@ -28,6 +28,7 @@ from rkmate.pipeline.attempts import (
     plan_of,
     with_larger_tiles,
 )
+from rkmate.pipeline.plans_on_disk import place_of, recall, remember
 from rkmate.pipeline.prepare import (
     Blocked,
     Prepared,
@@ -115,9 +116,15 @@ def plan_prepared(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Pla
 
 def _compared(prepared: Prepared, limit: int, planner: str,
               blocks: Mapping[Variant, Blocked] = MappingProxyType({})) -> Planned:
-    """Compare the variants' plans. `blocks`: variants that were cut into blocks before."""
+    """Compare the variants' plans; an earlier process may have done so. `blocks`: variants that were cut into
+    blocks before."""
     blocked, traced = prepared.blocked, prepared.blocked.traced
     method = find_planner(planner, traced.settings.of_planner)
+    place = None if fits(prepared, method, limit) else place_of(prepared, limit, method.name)
+    known = None if place is None else recall(place, prepared, limit, method.name, blocks)
+    if known is not None:
+        warn_of(known[0].prepared, known[1])
+        return known[0]
     taken: Planned | None = None
     before: Plan | None = None
     refused: list[Refused] = []
@@ -149,8 +156,11 @@ def _compared(prepared: Prepared, limit: int, planner: str,
     plan = _against(taken.plan, before, prepared)
     if len(spent) > 1:
         plan = replace(plan, stage_seconds={**plan.stage_seconds, "other variants": rest})
-    warn_of(taken.prepared, _reason(taken.plan, before))
-    return replace(taken, plan=plan)
+    taken, reason = replace(taken, plan=plan), _reason(taken.plan, before)
+    warn_of(taken.prepared, reason)
+    if place is not None:
+        remember(place, taken, reason)
+    return taken
 
 
 def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bool:
