@@ -92,6 +92,7 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
         PlanningTimeout: its time was over before it found one.
         ArgumentError: it has no schedule for this model at any budget.
     """
+    traced = traced.timed()
     blocked = block(traced)
     blocks = {blocked.variant: blocked}
     refuse_unmeasured(blocks, budget, find_planner(planner, traced.settings.of_planner))
@@ -128,11 +129,15 @@ def _compared(prepared: Prepared, limit: int, planner: str,
     taken: Planned | None = None
     before: Plan | None = None
     refused: list[Refused] = []
+    late: list[str] = []
     spent = {blocked.variant: sum(prepared.stage_seconds.values()) - traced.seconds}
     for variant in (blocked.variant, *others(traced.settings, blocked.concerned)):
         start, here = time.perf_counter(), prepared
         if variant is not blocked.variant:
             if taken is not None and not _may_win(taken.plan, prepared, limit, variant):
+                continue
+            if taken is not None and traced.is_late:
+                late.append(variant.name)
                 continue
             cut = blocks.get(variant) or block(traced, variant)
             lean = refused_as_it_is(cut, method, limit) if taken is None else None
@@ -156,6 +161,8 @@ def _compared(prepared: Prepared, limit: int, planner: str,
     plan = _against(taken.plan, before, prepared)
     if len(spent) > 1:
         plan = replace(plan, stage_seconds={**plan.stage_seconds, "other variants": rest})
+    if late:
+        plan = replace(plan, note=f"{plan.note}; planning_seconds left no time for {', '.join(late)}")
     taken, reason = replace(taken, plan=plan), _reason(taken.plan, before)
     warn_of(taken.prepared, reason)
     if place is not None:
@@ -348,13 +355,13 @@ class _LargerTiles:
 def _whole_or_searched(prepared: Prepared, method: Planner, limit: int, time_limit: float | None = None,
                        solver: Callable[[Prepared], Solved] | None = None) -> Planned | Refused:
     """Plan with the smallest-memory kernel of each computation. If a composed planner's budget holds the
-    whole step, or is clearly too small, no integer program is solved. `time_limit`: seconds; the settings' by
-    default. `solver`: `solve` by default."""
+    whole step, or is clearly too small, no integer program is solved. `time_limit`: seconds; what the
+    settings leave by default. `solver`: `solve` by default."""
     whole = fits(prepared, method, limit)
     at_once = None if whole else refused_at_once(prepared, method, limit)
     if at_once is not None:
         return at_once
-    seconds = prepared.settings.planning_seconds if time_limit is None else time_limit
+    seconds = prepared.blocked.traced.seconds_left if time_limit is None else time_limit
     sent = None if whole else sent_whole(prepared, method, limit, seconds)
     if sent is not None:
         return Planned(plan_of(prepared, None, method.name, limit, sent), prepared, said=sent.note)
