@@ -159,7 +159,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
         put_plans_into_layers(model, layers, planning, run.verify, run.on_new_shape)
         return model
     if planning.settings.parts is None:
-        planning = replace(planning, settings=replace(planning.settings, parts="auto"))
+        planning = replace(planning, settings=replace(
+            planning.settings, parts="never" if planning.settings.pins else "auto"))
     planned = put_plan_into(model, planning, run.verify, run.on_new_shape)
     if sampled:
         try:
