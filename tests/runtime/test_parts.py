@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import logging
 from collections.abc import Callable
@@ -297,10 +298,39 @@ def test_named_parts_and_never() -> None:
 
 def test_wrap_names_the_way_out() -> None:
     model = Stack([Layer()], drop=0.3)
-    with pytest.raises(rkmate.CaptureError, match=r"rkmate.apply\(model, budget=...\) plans the parts"):
+    with pytest.raises(rkmate.CaptureError, match=r'settings=rkmate.Settings\(parts="auto"\), plans'):
         rkmate.wrap(model, (X, Y), budget=0.8, progress=False)
-    with pytest.raises(rkmate.ArgumentError, match="plans by parts, inside"):
-        rkmate.wrap(model, (X, Y), budget=0.8, settings=rkmate.Settings(parts="auto"), progress=False)
+    with pytest.raises(rkmate.ArgumentError, match="RunSettings has lengths"):
+        rkmate.wrap(model, (X, Y), budget=0.8, progress=False, settings=rkmate.Settings(
+            parts="auto", run=rkmate.RunSettings(lengths=(64, 128))))
+
+
+BY_PARTS = options_of(costs="analytic", progress=False, parts="auto")
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["itself", "copy"])
+def test_a_wrapped_module_is_planned_by_parts(copied: bool) -> None:
+    model = Stack([Layer(), Layer(), Looking(), Layer()])
+    plain = copy.deepcopy(model)
+    whole = max(peak(copy.deepcopy(plain), plainly, seed) for seed in range(3))
+    wrapped: Any = rkmate.wrap(model, (X, Y), budget=int(0.7 * whole), **BY_PARTS)
+    wrapped = copy.deepcopy(wrapped) if copied else wrapped
+    assert list(inspect.signature(type(wrapped).forward).parameters) == ["self", "x", "y"]
+    same_steps(plain, wrapped, plainly)
+    assert planned_parts(wrapped) == ["layers.0", "layers.1", "layers.3"]
+    assert not wrapped.has_plan
+    with pytest.raises(rkmate.ArgumentError, match="planned by parts"):
+        _ = wrapped.plan
+    assert max(peak(wrapped, plainly, seed) for seed in range(3)) <= int(0.7 * whole)
+
+
+def test_a_wrapped_module_told_of_parts_is_planned_as_a_whole_where_it_can_be() -> None:
+    model = Stack([Layer() for _ in range(4)])
+    plain = copy.deepcopy(model)
+    wrapped = rkmate.wrap(model, (X, Y), budget=0.7, **BY_PARTS)
+    assert wrapped.has_plan and wrapped.plan.peak_bytes <= wrapped.plan.budget_bytes
+    same_steps(plain, wrapped, plainly)
+    assert planned_parts(wrapped.original) == []
 
 
 def test_room_is_shared_out_by_what_gains_most() -> None:
