@@ -196,7 +196,7 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         try:
             _complete(model, args, kwargs)
             return _of_one_call(model, args, kwargs)
-        except CaptureError:
+        except Exception:               # a model may refuse a second forward before a backward
             before.restore()
             raise error from None
 
@@ -211,11 +211,13 @@ def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for _ in range(2):
         with unchanged_random_state(*devices.in_use()), torch.no_grad():
             given, named = structure.fill([t.detach().clone() for t in tensors])
-            results.append(take_apart(model(*given, **named), result=True)[0])
-            for name, t, value in before:
-                if t.shape != value.shape:
-                    raise CaptureError(resizes(model, name))
-                t.copy_(value)
+            try:
+                results.append(take_apart(model(*given, **named), result=True)[0])
+            finally:
+                for name, t, value in before:
+                    if t.shape != value.shape:
+                        raise CaptureError(resizes(model, name))
+                    t.copy_(value)
     if len(results[0]) != len(results[1]) or not all(map(torch.equal, *results)):
         raise CaptureError("a second call returns something else")
 
