@@ -220,6 +220,44 @@ def test_an_unused_branch_is_planned_when_it_is_used() -> None:
     assert planned_parts(model) == ["left", "right"]
 
 
+def test_room_is_left_for_layers_that_the_observed_step_left_out() -> None:
+    model = Stack([Layer() for _ in range(6)], drop=0.3)
+    plain = copy.deepcopy(model)
+    peaks = {seed: peak(copy.deepcopy(plain), plainly, seed) for seed in range(12)}
+    seeds = sorted(peaks, key=peaks.__getitem__)
+    seeds = [s for s in seeds if peaks[s] > 0.45 * peaks[seeds[-1]]]
+    budget = int(1.02 * peaks[seeds[0]])            # the step that leaves out most would fit as it is
+    assert budget < 0.9 * peaks[seeds[-1]]
+    applied(model, budget)
+    for seed in seeds[:2]:
+        train(model, plainly, seed)
+    assert planned_parts(model)
+    assert max(peak(model, plainly, seed) for seed in seeds) <= budget
+
+
+class Slices(Stack):
+    """Layers that are called with more or fewer rows."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        for k, layer in enumerate(self.layers):
+            rows = len(x) >> k
+            x = torch.cat([layer(x[:rows]), x[rows:]])
+            if not torch.isfinite(x).all():
+                x = x.clamp(-1, 1)
+        return F.cross_entropy(self.head(x), y)
+
+
+def test_calls_of_other_sizes_count_as_what_they_save() -> None:
+    model = Slices([Layer() for _ in range(4)])
+    plain = copy.deepcopy(model)
+    budget = int(0.8 * peak(copy.deepcopy(plain), plainly, 0))
+    applied(model, budget)
+    same_steps(plain, model, plainly)
+    assert planned_parts(model) == [f"layers.{k}" for k in range(4)]
+    assert peak(model, plainly, 0) <= budget
+
+
 def test_everything_is_taken_away_again() -> None:
     model = Stack([Layer() for _ in range(4)], drop=0.3)
     keys, before = list(model.state_dict()), {n: dict(m.__dict__) for n, m in model.named_modules()}

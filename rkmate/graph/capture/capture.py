@@ -42,7 +42,7 @@ from rkmate.graph.capture.values import (
     is_stopped_by_values,
 )
 from rkmate.torch_seam.containers import pytree, tensors_in
-from rkmate.torch_seam.modules import buffers_of
+from rkmate.torch_seam.modules import HOOKED, buffers_of
 from rkmate.torch_seam.nodes import VALUE, descriptor
 from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError, noting_inner_gradients
 from rkmate.torch_seam.patches.features import INNER, check_once
@@ -248,9 +248,14 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         effects = _repeated(result, model, args, kwargs, start, assigned) if assigned else result.effects
         if effects is None:
             names = ", ".join(dict.fromkeys(a.path for a in assigned[:5]))
-            error = _NotRepeated(
-                f"{type(model).__name__}: the forward assigns {names}; a captured step would not "
-                "repeat that. Keep such state in a buffer (register_buffer), or return it.")
+            what, instead = f"assigns {names}", "Keep such state in a buffer (register_buffer), or return it."
+            if any(a.name == HOOKED for a in assigned):
+                what = f"registers backward hooks on its modules ({names})"
+                instead = ("Hook parameters or outputs instead. Libraries do so for their own gradient "
+                           "checkpointing, which a plan replaces: switch it off "
+                           "(model.gradient_checkpointing_disable())")
+            error = _NotRepeated(f"{type(model).__name__}: the forward {what}; a captured step would not "
+                                 f"repeat that. {instead}")
             error.learns = any(t.requires_grad for a in assigned for t in tensors_in(a.new))
             raise error
         # What only the first forward assigns is assigned now; in a module it may say that hooks were added.
