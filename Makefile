@@ -33,7 +33,7 @@ TOOLS := tests/integrations/test_examples.py tests/integrations/test_transformer
 
 OLDEST := torch==2.11.0
 
-.PHONY: demo test slow gpu lint wheel newest newest-torch oldest-torch versions bench clean help
+.PHONY: demo test slow gpu lint docs wheel newest newest-torch oldest-torch versions bench clean help
 
 help:
 	@echo "make demo    train a small GPT-2 plain and under half its memory, side by side"
@@ -41,6 +41,7 @@ help:
 	@echo "make slow    all tests"
 	@echo "make gpu     the tests and benchmarks that need a CUDA device"
 	@echo "make lint    ruff and mypy"
+	@echo "make docs    the documentation as a site, in out/site"
 	@echo "make wheel   build the wheel, install it in an empty environment, import all of it"
 	@echo "make newest  install the newest of all dependencies but torch; plan one model, train with each library"
 	@echo "make newest-torch  the tests with the newest torch; make oldest-torch: some, with the oldest"
@@ -66,6 +67,10 @@ gpu: $(VENV)/.installed-test
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "out/site/index.html; with the search: $(PY) -m http.server -d out/site"
 
 wheel: $(VENV)/.installed-dev
 	rm -rf build dist .venv-wheel

@@ -163,8 +163,7 @@ FEATURES: dict[str, Feature] = {
     "products of pixels": Feature(
         "with the channels last, convolutions of 1 x 1 are products of matrices",
         _without_row(passes, "REWRITES", "products of pixels"),
-        where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS,
-        stays="counted costs are the same: to be measured"),
+        where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS),
     "sums over pixels": Feature(
         "with the channels last, batch norms of large images on a CPU add up by groups of pixels",
         _without_row(passes, "REWRITES", "sums over pixels"),
@@ -464,14 +463,15 @@ def _part(gain: float) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows of one feature, in Markdown."""
-    steps = any(row.on_step is not None for row in rows)
-    lines = [f"| model | budget | predicted time, off / on | predicted peak, off / on |"
-             f"{' measured time, off / on |' if steps else ''} planning, on | off |",
-             f"|---|---|--:|--:|{'--:|' if steps else ''}--:|--:|"]
+    steps, both = any(row.on_step is not None for row in rows), len({row.costs for row in rows}) > 1
+    lines = [f"| model | budget |{' costs |' if both else ''} predicted time, off / on | predicted peak, "
+             f"off / on |{' measured time, off / on |' if steps else ''} planning, on | off |",
+             f"|---|---|{'---|' if both else ''}--:|--:|{'--:|' if steps else ''}--:|--:|"]
     for row in rows:
         measured = f" {_said(_ratio(row.off_step, row.on_step))} |" if steps else ""
-        lines.append(f"| {row.model} | {row.budget} | {_said(row.time)} | {_said(row.peak)} |{measured} "
-                     f"{_seconds(row.on_planning)} | {_seconds(row.off_planning)} |")
+        costs = f" {row.costs} |" if both else ""
+        lines.append(f"| {row.model} | {row.budget} |{costs} {_said(row.time)} | {_said(row.peak)} |"
+                     f"{measured} {_seconds(row.on_planning)} | {_seconds(row.off_planning)} |")
     return "\n".join(lines)
 
 
@@ -493,8 +493,8 @@ def page(rows: Sequence[Row]) -> str:
         "without the feature divided by the value with it: above 1, the feature is an improvement. At the "
         "smallest budget, the peaks are the smallest budgets with and without it, and the times are those "
         "at the larger of the two. *Not met*: there is no plan without the feature. Planning "
-        f"is in processor seconds, from the captured graph. Costs are {' and '.join(costs)} ones, so that "
-        "times and peaks are predicted. They show what a plan gains, but no differences between kernels that "
+        f"is in processor seconds, from the captured graph. Costs are {' or '.join(costs)} ones. Times and "
+        "peaks are predicted. Analytic costs show what a plan gains, but no differences between kernels that "
         "have the same counted costs. Made by `python benchmarks/ablation.py --write` from "
         "`benchmarks/ablation.jsonl`.\n",
         f"A feature stays if it gains at least {WORTH:.0%} of the time or memory of a step on at "

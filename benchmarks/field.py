@@ -192,8 +192,8 @@ def page(rows: Sequence[Row]) -> str:
              "some steps next to plain training (`python benchmarks/field.py --write`). *Right*: planned as "
              "a whole, equal to plain training in every loss and parameter, and within the budget. *By "
              "parts*: likewise, with plans for [parts](recipes.md#by-parts) of the model that hold the named "
-             "share of the step's bytes. Budget and peak are shares of the plain peak; where the budget that a user "
-             "writes cannot be met, it is the smallest one that the error names.", "",
+             "share of the step's bytes. Budget and peak are shares of the plain peak; where the budget that "
+             "a user writes cannot be met, it is the smallest one that the error names.", "",
              "| library | " + " | ".join(kinds) + " |", "|---|" + "---:|" * len(kinds)]
     for library in [*libraries, ""]:
         mine = [r for r in order if not library or r.library == library]

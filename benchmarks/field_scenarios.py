@@ -265,8 +265,9 @@ TRANSFORMERS = (
         **VISION, "decoder_hidden_size": 16, "decoder_num_hidden_layers": 1,
         "decoder_num_attention_heads": 2, "decoder_intermediate_size": 32}, "pixels"),
     Scenario("transformers", "detr", "DetrForObjectDetection(config)",
-             lambda: _calling(_made("DetrForObjectDetection", "Detr", {**DETR, "backbone_config": _backbone()}),
-                              BATCHES["boxes"]()), ("transformers", "scipy"), 0.8),
+             lambda: _calling(_made("DetrForObjectDetection", "Detr", {
+                 **DETR, "backbone_config": _backbone()}), BATCHES["boxes"]()),
+             ("transformers", "scipy"), 0.8),
     _hf("clip", "CLIPModel", "CLIP", TOWERS, "contrast"),
     _hf("clip, by methods", "CLIPModel", "CLIP", TOWERS, "contrast", step=_by_features),
     _hf("whisper", "WhisperForConditionalGeneration", "Whisper", WHISPER, "spectrum"),
@@ -587,6 +588,10 @@ def _inside(model: nn.Module, planned: str, step: Step) -> Task:
     return Task(model, step, model.get_submodule(planned))
 
 
+def _every_other(change: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return nn.Sequential(*(change(nn.Linear(32, 32)) if k % 2 else Block() for k in range(6)))
+
+
 def _part_of_a_step() -> Task:
     model = nn.ModuleDict({"trunk": nn.Sequential(*(Block() for _ in range(4))), "head": nn.Linear(32, 4)})
     x = _rows()
@@ -623,10 +628,8 @@ TORCH = (
     _torch("distillation", _taught),
     _torch("gradient penalty outside", _penalised, budget=1.0),
     _torch("discriminator, two calls", _against, budget=0.8),
-    _torch("spectral norm", lambda: _squared(nn.Sequential(*(
-        nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32)) if k % 2 else Block() for k in range(6))))),
-    _torch("weight norm", lambda: _squared(nn.Sequential(*(
-        nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)) if k % 2 else Block() for k in range(6))))),
+    _torch("spectral norm", lambda: _squared(_every_other(nn.utils.parametrizations.spectral_norm))),
+    _torch("weight norm", lambda: _squared(_every_other(nn.utils.parametrizations.weight_norm))),
     _torch("a part of a step", _part_of_a_step, "model.trunk", budget=0.8),
 )
 
@@ -689,8 +692,9 @@ OTHERS = (
         3, 1, 2, (8, 16, 32), (2, 2), num_res_units=1)), budget=0.9),
     _net("monai", "monai.networks.nets", "segresnet", "SegResNet", lambda nets: _volume(nets.SegResNet(
         3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,))), budget=0.9),
-    _net("segmentation_models_pytorch", "segmentation_models_pytorch", "unet", "smp.Unet", lambda smp: _squared(
-        smp.Unet("resnet18", encoder_weights=None), torch.randn(1, 3, 64, 64)), budget=0.9),
+    _net("segmentation_models_pytorch", "segmentation_models_pytorch", "unet", "smp.Unet",
+         lambda smp: _squared(smp.Unet("resnet18", encoder_weights=None), torch.randn(1, 3, 64, 64)),
+         budget=0.9),
 )
 
 SCENARIOS: tuple[Scenario, ...] = (*TORCH, *TRANSFORMERS, *PEFT, *DIFFUSERS, *OTHERS)

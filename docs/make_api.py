@@ -18,7 +18,10 @@ PAGE = Path(__file__).parent / "api.md"
 _GROUPS = (
     ("Planning", ("wrap", "apply", "plan", "tradeoff", "compare", "auto_budget", "max_batch_size",
                   "measure_step", "shared_plan")),
-    ("What comes back", ("PlannedModule", "Plan", "Curve", "Comparison", "BatchSize")),
+    ("Before you train", ("doctor", "check")),
+    ("Wishes", ("keep", "recompute")),
+    ("What comes back", ("PlannedModule", "Plan", "Curve", "Comparison", "BatchSize", "Diagnosis", "Finding",
+                         "Parity")),
     ("Options and settings", ("Options", "Settings", "RunSettings", "PlannerSettings", "MeasureSettings",
                               "CutSettings", "OptionSettings", "Offload")),
 )

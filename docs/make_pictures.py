@@ -67,7 +67,7 @@ def readme() -> None:
 
 def graphs() -> None:
     """The model as a graph: captured, simplified, as a chain, one block, one block's schedule; a deeper one,
-    folded; and the small model's report."""
+    folded."""
     model, kwargs = small_gpt2()
     plan = rkmate.plan(model, (), kwargs, budget=0.5, progress=False, settings=rkmate.Settings(costs=COSTS))
     plan.draw(IMAGES / "forward.svg", "forward", whole=True)
@@ -79,16 +79,6 @@ def graphs() -> None:
     deep, args, kwargs = make_demo("gpt2")
     rkmate.plan(deep, args, kwargs, budget=1.0, progress=False, settings=rkmate.Settings(costs=COSTS)).draw(
         IMAGES / "folded.svg", "forward")
-
-
-def reports() -> None:
-    """The report of the small model, on a desk and on a telephone."""
-    model, kwargs = small_gpt2()
-    wrapped = rkmate.wrap(model, (), kwargs, budget=0.5, progress=False,
-                          settings=rkmate.Settings(costs=COSTS))
-    curve = rkmate.tradeoff(model, (), kwargs, progress=False, settings=rkmate.Settings(costs=COSTS))
-    for width, height in ((1280, 2200), (400, 3400)):
-        screenshot(wrapped.plan, curve, None, IMAGES / f"report-{width}.png", width, height)
 
 
 def copies() -> None:
@@ -129,21 +119,36 @@ def memory_and_time(measure: bool) -> None:
     measured = rkmate.measure_step(wrapped, step(wrapped))
     wrapped.plan.plot(IMAGES / "timeline.svg", measured=measured)
     curve.plot(IMAGES / "curve.svg", here=wrapped.plan, title="GPT-2, four layers")
-    screenshot(wrapped.plan, curve, measured, IMAGES / "report.png", 1240, 1750)
+    screenshot(wrapped.plan, curve, IMAGES / "report.png", 1280, 1500)
+    screenshot(wrapped.plan, curve, IMAGES / "report-400.png", 400, 1750, dark=True)
 
 
-def screenshot(plan: rkmate.Plan, curve: rkmate.Curve, measured: Any, path: Path, width: int,
-               height: int) -> None:
-    """Save a picture of the top of the report, as a browser shows it in a window of this size in pixels."""
+_POINTER = """<script>
+setTimeout(() => {
+  const picture = document.querySelector("#chart svg");
+  const box = picture.getBoundingClientRect();
+  picture.dispatchEvent(new PointerEvent("pointermove",
+    {clientX: box.left + 0.72 * box.width, clientY: box.top + 99}));
+}, 1500);
+</script>"""
+
+
+def screenshot(plan: rkmate.Plan, curve: rkmate.Curve, path: Path, width: int, height: int,
+               dark: bool = False) -> None:
+    """Save a picture of the top of the report, as a browser shows it in a window of this size in pixels. The
+    pointer is on the memory curve."""
     from PIL import Image
 
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         sys.exit(f"{path.name} was not drawn: install Chromium")
     with tempfile.TemporaryDirectory() as folder:
-        page = plan.report(Path(folder) / "report.html", curve=curve, measured=measured, date=DATE)
+        page = plan.report(Path(folder) / "report.html", curve=curve, date=DATE)
+        text = page.read_text(encoding="utf-8").replace("</head>", f"{_POINTER}</head>")
+        page.write_text(text, encoding="utf-8")
         subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                         f"--user-data-dir={folder}/profile", "--virtual-time-budget=4000",
+                        *(["--blink-settings=preferredColorScheme=0"] if dark else []),
                         f"--window-size={width},{height}", f"--screenshot={path}",
                         page.as_uri()], check=True, capture_output=True)
     with Image.open(path) as picture:
@@ -156,7 +161,6 @@ if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     readme()
     graphs()
-    reports()
     copies()
     memory_and_time("--measure" in sys.argv[1:])
     print(*sorted(str(p.relative_to(Path.cwd())) if p.is_relative_to(Path.cwd()) else str(p)

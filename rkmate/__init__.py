@@ -8,15 +8,20 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "rkmate.api": ("applied", "apply", "max_batch_size", "plan", "remove", "shared_plan", "tradeoff", "wrap"),
+    "rkmate.comparison.parity": ("Parity", "check"),
     "rkmate.comparison.run": ("compare",),
     "rkmate.comparison.table": ("Comparison",),
     "rkmate.device.kept_pages": ("keep_pages",),
+    "rkmate.diagnosis.machine": ("Finding",),
+    "rkmate.diagnosis.model": ("Diagnosis", "doctor"),
     "rkmate.errors": (
         "ArgumentError", "BackwardError", "CaptureError", "CompilerError", "DeferredOutputError",
         "DeviceMemoryError",
         "GraphError", "InfeasibleBudget", "MissingExtra", "OffloadError", "PlanError", "PlanningTimeout",
-        "RkmateError", "RkmateWarning", "ScheduleError", "SolverError", "TorchVersionError", "UnknownOption"),
+        "RkmateError", "RkmateWarning", "ScheduleError", "SolverError", "TorchVersionError", "UnknownOption",
+        "WishError"),
     "rkmate.graph.blocks.cut": ("CutSettings",),
+    "rkmate.graph.capture.hints": ("keep", "recompute"),
     "rkmate.ilp.settings": ("OptionSettings",),
     "rkmate.measure.settings": ("MeasureSettings",),
     "rkmate.measure.step": ("measure_step",),
@@ -43,9 +48,14 @@ if typing.TYPE_CHECKING:
     from rkmate.api import shared_plan as shared_plan
     from rkmate.api import tradeoff as tradeoff
     from rkmate.api import wrap as wrap
+    from rkmate.comparison.parity import Parity as Parity
+    from rkmate.comparison.parity import check as check
     from rkmate.comparison.run import compare as compare
     from rkmate.comparison.table import Comparison as Comparison
     from rkmate.device.kept_pages import keep_pages as keep_pages
+    from rkmate.diagnosis.machine import Finding as Finding
+    from rkmate.diagnosis.model import Diagnosis as Diagnosis
+    from rkmate.diagnosis.model import doctor as doctor
     from rkmate.errors import ArgumentError as ArgumentError
     from rkmate.errors import BackwardError as BackwardError
     from rkmate.errors import CaptureError as CaptureError
@@ -64,7 +74,10 @@ if typing.TYPE_CHECKING:
     from rkmate.errors import SolverError as SolverError
     from rkmate.errors import TorchVersionError as TorchVersionError
     from rkmate.errors import UnknownOption as UnknownOption
+    from rkmate.errors import WishError as WishError
     from rkmate.graph.blocks.cut import CutSettings as CutSettings
+    from rkmate.graph.capture.hints import keep as keep
+    from rkmate.graph.capture.hints import recompute as recompute
     from rkmate.ilp.settings import OptionSettings as OptionSettings
     from rkmate.measure.settings import MeasureSettings as MeasureSettings
     from rkmate.measure.step import measure_step as measure_step

@@ -166,7 +166,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
         return model
     planning = _counting(planning, plan)
     if planning.settings.parts is None:
-        planning = replace(planning, settings=replace(planning.settings, parts="auto"))
+        planning = replace(planning, settings=replace(
+            planning.settings, parts="never" if planning.settings.pins else "auto"))
     planned = put_plan_into(model, planning, run.verify, run.on_new_shape)
     if sampled:
         planned.plan_now(run.training, tuple(args or ()), dict(kwargs or {}), plan)

@@ -58,6 +58,12 @@ class PlanningTimeout(RkmateError):
     """A planner ran out of time before it found a schedule."""
 
 
+class WishError(ArgumentError):
+    """A wish for a plan (`Settings(pins=...)`, `rkmate.keep`, `rkmate.recompute`) cannot be met, whatever the
+    budget is: the message names the wish. A budget that is too small for the wishes raises
+    `InfeasibleBudget`, which names them, too."""
+
+
 class PlanError(RkmateError):
     """A saved plan is truncated, edited, or belongs to another model."""
 

@@ -52,7 +52,7 @@ class Options(TypedDict, total=False):
     """All other choices, which few users change: `rkmate.Settings`. An option of the call overrides the same
     field of the settings."""
     progress: bool
-    """Whether to show progress on a terminal. True by default."""
+    """Whether to show progress on a terminal and in a notebook. True by default."""
 
 
 @dataclass(frozen=True)

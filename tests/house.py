@@ -74,6 +74,7 @@ HOUSE: tuple[Room, ...] = (
     Room("api", "the public calls `wrap`, `apply`, `plan`, `tradeoff`, `max_batch_size`, `shared_plan`"),
     Room("integrations", "callbacks for training libraries"),
     Room("comparison", "compares all planners on one model at equal budgets"),
+    Room("diagnosis", "`doctor`: what works on a machine, and what a model's budgets cost"),
     Room("compile", 'the backend of `torch.compile(backend="rkmate")`',
          ("errors", "budget", "runtime", "settings", "api")),
     Room("dtr", "dynamic rematerialization, without a plan: a separate path",

@@ -28,7 +28,9 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "max_batch_size": (rkmate.max_batch_size,
                        "model make_inputs device_memory optimizer_states most device"),
     "shared_plan": (rkmate.shared_plan, "model args kwargs budget group"),
-    "BudgetCallback": (_BudgetCallback.__init__, "budget"),
+    "check": (rkmate.check, "model args kwargs budget steps loss loss_args optimizer"),
+    "doctor": (rkmate.doctor, "model args kwargs loss loss_args"),
+    "BudgetCallback": (_BudgetCallback.__init__, "budget log_to"),
 }
 """By name: the call, and what it takes beside the options."""
 X = torch.randn(4, 8)
@@ -198,7 +200,8 @@ def test_calls_with_old_keywords(name: str) -> None:
     with pytest.warns(rkmate.RkmateWarning, match="the old keyword goes with the next version") as caught:
         made = called(name, **options)
     assert {c.filename for c in caught} == {__file__} and len(caught) == 2
-    plan = {"wrap": lambda: made.plan, "apply": lambda: rkmate.applied(made).plan,  # type: ignore[union-attr]
+    plan = {"wrap": lambda: made.plan, "check": lambda: made.plan, "doctor": lambda: made.smallest,
+            "apply": lambda: rkmate.applied(made).plan,  # type: ignore[union-attr]
             "plan": lambda: made, "tradeoff": lambda: made[0]}.get(name)
     if plan is not None:
         assert plan().planner == "chen"

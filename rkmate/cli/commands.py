@@ -1,4 +1,4 @@
-"""Commands on a model: plan, curve, draw, report, compare. They load torch only when they run."""
+"""Commands on a model: doctor, check, plan, curve, draw, report, compare. Each loads torch when it runs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,71 @@ from rkmate.show.replay import replay
 
 if TYPE_CHECKING:
     from rkmate.show.plan import Plan
+
+
+def add_doctor_arguments(doctor: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``doctor``."""
+    add_target(doctor, budget=False, optional=True)
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Look at the machine, and at a model if one is named. Returns the exit status: 0 if all is well, 1 if
+    something is broken here, 4 if the model cannot be planned as a whole."""
+    from rkmate.diagnosis import machine as here
+
+    if args.target is not None and elsewhere_options(args):
+        raise ArgumentError(f"device is {args.device!r}: doctor looks at this machine; rkmate plan and "
+                            "rkmate curve take a GPU that is not here")
+    target = None if args.target is None else load_target(args.target, args.device)
+    machine = []
+    for finding in here.findings(None if args.offload in (None, "host") else args.offload):
+        machine.append(finding)
+        if not args.json:
+            print(finding, flush=True)
+    found: Any = None
+    if target is not None:
+        from rkmate.diagnosis.model import doctor, of_model
+        from rkmate.settings import chosen
+
+        found = of_model(tuple(machine), target.model, target.args, target.kwargs, None, (),
+                         chosen(planning_options(args), doctor))
+    if args.json:
+        content: dict[str, Any] = {"machine": [vars(f) for f in machine]}
+        if found is not None:
+            content |= {"model": found.model, "error": None if found.error is None else str(found.error),
+                        "parts": [vars(p) for p in found.parts], "advice": found.advice,
+                        "curve": [as_json(p) for p in found.curve or ()]}
+        print(json.dumps(content))
+    elif found is not None:
+        print(f"\n{found.about_model}")
+    return 4 if found is not None and found.error is not None else 1 if here.problems(machine) else 0
+
+
+def add_check_arguments(check: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``check``."""
+    add_target(check, budget=True)
+    check.add_argument("--steps", type=int, metavar="N", help="how many steps to train (default: 20)")
+    check.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Train plain and planned, and print. Returns the exit status: 1 if the planned run is over budget."""
+    import rkmate
+    from rkmate.comparison.parity import STEPS
+
+    if elsewhere_options(args):
+        raise ArgumentError(f"device is {args.device!r}: check trains the model on this machine")
+    target = load_target(args.target, args.device)
+    found = rkmate.check(target.model, target.args, target.kwargs, budget=budget_of(args.budget),
+                         steps=STEPS if args.steps is None else args.steps, **planning_options(args))
+    if args.json:
+        values = {k: vars(v) for k, v in vars(found).items() if hasattr(v, "__dict__") and k != "plan"}
+        print(json.dumps(vars(found) | values | {"plan": as_json(found.plan), "same_bits": found.same_bits,
+                                                 "within_budget": found.within_budget}))
+    else:
+        print(found)
+    return 0 if found.within_budget else 1
 
 
 def add_plan_arguments(plan: argparse.ArgumentParser) -> None:

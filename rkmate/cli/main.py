@@ -23,6 +23,9 @@ _EXIT: tuple[tuple[type[BaseException], int], ...] = (
 _ABOUT = """\
 Train a PyTorch model inside a memory budget: see what a plan costs before you train.
 
+  rkmate doctor                                what is installed here, and what of it works
+  rkmate doctor train:sample                   can your model be planned, and down to which budget?
+  rkmate check train:sample --budget 50%       is it the same training? losses, gradients, peaks, times
   rkmate plan gpt2 --budget 50%                what the plan keeps, forgets and recomputes
   rkmate plan train:sample --budget 6GiB       the same for your model: sample() in train.py
   rkmate plan train:sample --budget auto --device h100
@@ -66,6 +69,10 @@ class _Command:
 
 
 _COMMANDS = (
+    _Command("doctor", "say what works here, and whether a model can be planned",
+             commands.add_doctor_arguments, commands.run_doctor),
+    _Command("check", "train a copy plain and a copy planned, and compare them", commands.add_check_arguments,
+             commands.run_check),
     _Command("plan", "make a plan and say what it does", commands.add_plan_arguments,
              commands.run_plan),
     _Command("curve", "plans for several budgets: time against memory", commands.add_curve_arguments,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -147,6 +151,39 @@ def status_of(name: str, *, found: bool) -> Status:
     return Status.FEASIBLE if status is Status.TIMED_OUT and found else status
 
 
+_greeting = threading.Lock()
+_greeted = False
+"""Whether HiGHS has been made in this process."""
+
+
+@contextmanager
+def _without_greeting() -> Iterator[None]:
+    """Drop what the first solver of a process writes to standard output when it is made: from 1.16 on, HiGHS
+    names its version and its licence there, before any option can be set. Programs read JSON from there."""
+    global _greeted
+    with _greeting:
+        if _greeted or sys.platform == "win32":
+            yield
+            return
+        _greeted = True
+        flush = ctypes.CDLL(None).fflush            # what C has buffered
+        try:
+            flush(None)
+            before = os.dup(1)
+        except OSError:                             # there is no standard output
+            yield
+            return
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, 1)
+            yield
+        finally:
+            flush(None)
+            os.dup2(before, 1)
+            os.close(before)
+            os.close(nowhere)
+
+
 class Highs:
     """A program inside HiGHS, on one thread, so that several can be solved side by side."""
 
@@ -154,7 +191,8 @@ class Highs:
         """Pass a program to the solver. `stop`: set it to end a solve early, as if its time were over."""
         import highspy
 
-        self._highs: Any = highspy.Highs()
+        with _without_greeting():
+            self._highs: Any = highspy.Highs()
         self._highs.setOptionValue("output_flag", False)
         self._highs.setOptionValue("threads", 1)
         program.handed_over(self._highs)

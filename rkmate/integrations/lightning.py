@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rkmate.api import applied, apply, remove
 from rkmate.errors import ArgumentError, MissingExtra
+from rkmate.integrations.plan_log import PlanLog
 from rkmate.settings import Options, check_no_settings_of_wrap, chosen
 
 try:
@@ -26,7 +28,8 @@ class BudgetCallback(Callback):
     """``Trainer(callbacks=[BudgetCallback("6GiB")])``: the module that is trained keeps to a budget.
 
     `rkmate.apply` is called with it before training, and `rkmate.remove` afterwards; in between a plan is
-    made for the first real batch. Checkpoints, ``validate``, ``test`` and ``predict`` are as without.
+    made for the first real batch. Checkpoints, ``validate``, ``test`` and ``predict`` are as without. The
+    trainer's loggers get the figures of each plan (`rkmate.integrations.PlanLog`).
     """
 
     def __init__(self, budget: int | float | str, module: str | None = None,
@@ -52,6 +55,7 @@ class BudgetCallback(Callback):
         check_no_settings_of_wrap(call.settings, "BudgetCallback")
         self._options = call.options()
         self._module: nn.Module | None = None
+        self._log: PlanLog | None = None
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Find the part to plan, before the model is moved and wrapped."""
@@ -64,6 +68,17 @@ class BudgetCallback(Callback):
                 raise ArgumentError(f"module is {name!r}, which {type(pl_module).__name__} does not have; "
                                     f"its parts are {parts}") from None
             apply(self._module, budget=self._budget, **self._options)
+
+            def write(figures: Mapping[str, float], step: int | None) -> None:
+                for logger in trainer.loggers:
+                    logger.log_metrics(dict(figures), step=step)
+            self._log = PlanLog(self._module, write)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any,
+                           batch_idx: int) -> None:
+        """Log the figures of new plans."""
+        if self._log is not None:
+            self._log(trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Say what was planned."""
@@ -82,7 +97,7 @@ class BudgetCallback(Callback):
     def _leave(self) -> None:
         if self._module is not None:
             remove(self._module)
-            self._module = None
+            self._module = self._log = None
 
 
 NEARLY_ALL = 0.9

@@ -13,6 +13,7 @@ from torch import nn
 from rkmate.api import apply, remove
 from rkmate.budget import parse_budget
 from rkmate.errors import ArgumentError, MissingExtra
+from rkmate.integrations.plan_log import PlanLog, writing
 from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.apply import planned_call_of
 from rkmate.runtime.module import FirstStep
@@ -37,6 +38,7 @@ class _BudgetCallback:
     Args:
         budget: as for `rkmate.apply`: it bounds each forward with its backward, so gradient accumulation
             takes no more than one batch.
+        log_to: where the figures of each plan are logged: as for `rkmate.integrations.PlanLog`.
         options: `rkmate.Options`, as for `rkmate.apply`: with ``calls=2``, the model is called twice before
             each backward.
 
@@ -46,7 +48,7 @@ class _BudgetCallback:
         MissingExtra: transformers is not installed.
     """
 
-    def __init__(self, budget: int | float | str, **options: Unpack[Options]) -> None:
+    def __init__(self, budget: int | float | str, log_to: Any = None, **options: Unpack[Options]) -> None:
         call = chosen(options, _BudgetCallback.__init__)
         check_no_settings_of_wrap(call.settings, "BudgetCallback")
         find_planner(call.settings.planner_name)
@@ -54,6 +56,8 @@ class _BudgetCallback:
             parse_budget(budget)
         self._budget = budget
         self._options = call.options()
+        self._log_to = None if log_to is None else writing(log_to)
+        self._log: PlanLog | None = None
         self._plans: list[Plan] = []
         self._first: FirstStep | None = None
         self._model: nn.Module | None = None
@@ -88,6 +92,7 @@ class _BudgetCallback:
         self._plans, self._first = [], None
         apply(model, budget=self._budget, **self._options)
         self._model = model
+        self._log = None if self._log_to is None else PlanLog(model, self._log_to)
         call = planned_call_of(model)
         if call is not None:
             call.as_tensors = ("num_items_in_batch",)      # another one in each step
@@ -114,6 +119,8 @@ class _BudgetCallback:
             return                                    # the user has removed it
         said = bool(self._plans)
         self._plans, self._first = call.plans(), call.first_step
+        if self._log is not None and state.is_world_process_zero:
+            self._log(state.global_step)
         if self._plans and not said:
             self._say(self._plans[0], state, model)
 

@@ -44,7 +44,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One of several results."""
+    """The i-th of several results."""
 
     of: Argument
     index: int
@@ -72,7 +72,7 @@ class Defined(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called, apart from its prefix and a number."""
+        """The name, without its prefix and its number."""
     @property
     def prefix(self) -> str: ...
     @property

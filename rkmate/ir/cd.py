@@ -126,6 +126,10 @@ class CDGraph:
     the autograd function that hands it over)."""
     link: Link | None = None
     """Connection to the place where data can be sent meanwhile; None: nowhere."""
+    once: frozenset[int] = frozenset()
+    """Forward C nodes that never run again: the user wants what they make kept."""
+    forgotten: frozenset[int] = frozenset()
+    """Forward D nodes that are not in memory at the loss: the user wants them computed again."""
 
     @cached_property
     def producer(self) -> tuple[int | None, ...]:

@@ -160,11 +160,14 @@ def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: in
 
     `loss_at`: how many of the computations run before the loss. `pinned`: D nodes that are never
     freed (what the user holds). What a C node decides is not freed either: that it would run again in
-    `order` is left out. D nodes of `graph.outputs` are kept until the loss, those of
-    `graph.input_grads` to the end, parameter gradients (`graph.releases`) until they exit. Raises
-    `ScheduleError` when a computation reads what is not in memory.
+    `order` is left out. What the user wishes holds, whatever `order` says: a node of `graph.once` does not
+    run again, and data of `graph.forgotten` is made again before it is read after the loss. D nodes of
+    `graph.outputs` are kept until the loss, those of `graph.input_grads` to the end, parameter gradients
+    (`graph.releases`) until they exit. Raises `ScheduleError` when a computation reads what is not in memory.
     """
     order, loss_at = _decided_once(graph, list(order), loss_at)
+    if graph.forgotten:
+        order = [*order[:loss_at], *_made_again(graph, order[loss_at:])]
     nodes, fixed = [(c.inputs, c.outputs) for c in graph.c], set(graph.inputs)
     # Walk backwards: what is read later says where each D node dies.
     stays = [False] * len(graph.d)       # somebody holds it
@@ -253,17 +256,54 @@ def _check_reads(graph: CDGraph, order: Sequence[int], loss_at: int) -> None:
 
 
 def _decided_once(graph: CDGraph, order: list[int], loss_at: int) -> tuple[list[int], int]:
-    """Return an order without the further runs of C nodes that decide, and how many of it run before the
-    loss."""
-    if not graph.decided:
+    """Return an order without the further runs of C nodes that decide, or whose results the user wants kept,
+    and how many of it run before the loss."""
+    if not (graph.decided or graph.once):
         return order, loss_at
     ran: set[int] = set()
     kept: list[int] = []
     before = loss_at
     for k, i in enumerate(order):
-        if graph.c[i].decides and i in ran:
+        if i in ran and (graph.c[i].decides or i in graph.once):
             before -= k < loss_at
             continue
         ran.add(i)
         kept.append(i)
     return kept, before
+
+
+def _made_again(graph: CDGraph, order: Sequence[int]) -> list[int]:
+    """Return an order of what runs after the loss, in which data of `graph.forgotten` is made again before it
+    is read."""
+    there = set(range(len(graph.d))) - graph.forgotten
+    result: list[int] = []
+    for i in order:
+        runs: set[int] = set()
+        todo = [j for j in graph.c[i].inputs if j not in there]
+        while todo:
+            made = graph.producer[todo.pop()]
+            if made is not None and made not in runs:
+                runs.add(made)
+                todo += [j for j in graph.c[made].inputs if j not in there]
+        for k in (*sorted(runs), i):
+            result.append(k)
+            there.update(graph.c[k].outputs)
+    return result
+
+
+def unmet_wishes(graph: CDGraph, schedule: Schedule) -> list[str]:
+    """Return the names of data for which a schedule does not do what the user wishes."""
+    unmet: list[str] = []
+    ran: set[int] = set()
+    there: set[int] = set()
+    for step in schedule.steps:
+        if isinstance(step, Compute):
+            if step.c in ran and step.c in graph.once:
+                unmet.append(graph.c[step.c].name)
+            ran.add(step.c)
+            there.update(graph.c[step.c].outputs)
+        elif isinstance(step, (Free, Leave)):
+            there.discard(step.d)
+        elif isinstance(step, Loss):
+            unmet += [graph.d[j].name for j in sorted(graph.forgotten & there)]
+    return unmet

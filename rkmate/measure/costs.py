@@ -20,6 +20,7 @@ from rkmate.device import Device, PartsMeter
 from rkmate.device.random_state import STATE_BYTES, unchanged_random_state
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.opaque import random_state
 from rkmate.graph.capture.operations import is_view
 from rkmate.ir.cd import HOISTED, Cost, Kernel
 from rkmate.measure.analytic import Costs, analytic_costs, bytes_alone, surely_over
@@ -28,7 +29,7 @@ from rkmate.measure.made_up import Layout, as_made, at_zero, chooses, layout_of,
 from rkmate.measure.remembered import CostMemory, KnownOperations
 from rkmate.measure.runs import Caches, Timings, as_in_a_step, copied_forms, made_just_before, signature
 from rkmate.measure.settings import MeasureSettings
-from rkmate.measure.temporaries import temporary_bytes
+from rkmate.measure.temporaries import is_random_state, temporary_bytes
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import quickest
 from rkmate.torch_seam.schema import OpOverload
@@ -191,6 +192,7 @@ class _Runner:
         """Measure the temporary memory of each operation."""
         meter = self.device.parts_meter()
         self.metered: dict[int, Any] = {}
+        _ = self._counted           # computed now: for opaque calls it measures memory, too
         with meter.running():
             self._forward(block, lambda i: self.run(i, meter), block.c)
             self._backward(block, lambda i: self.run(i, meter))
@@ -233,7 +235,9 @@ class _Runner:
     def _held(self, j: int) -> torch.Tensor:
         """Return the value of a D node, made up where it is not there."""
         if j not in self.values:
-            value = made_up(self.program.owner[j].meta[VALUE], self.cd.d[j].kind)
+            owner = self.program.owner[j]
+            value = random_state(owner.meta[VALUE].device) if is_random_state(owner) else \
+                made_up(owner.meta[VALUE], self.cd.d[j].kind)
             self.values[j] = as_made(value, self.made[j]) if j in self.made else value
         return self.values[j]
 

@@ -79,10 +79,18 @@ def opaque_bytes(node: fx.Node) -> int | None:
     return _known[at]
 
 
+def is_random_state(node: fx.Node) -> bool:
+    """Return whether a value is the state of the generators that a call of an opaque module keeps. It cannot
+    be any bytes."""
+    made = node.args[0] if node.args else None
+    return isinstance(made, fx.Node) and made.target is FORWARD and bool(
+        node.args[1] == len(made.meta[VALUE]) - 1)
+
+
 def _peak(node: fx.Node, integers: Any) -> int:
     def made(n: fx.Node) -> torch.Tensor:
         like = n.meta[VALUE]
-        if like.dtype is torch.uint8 and node.target is BACKWARD and n is node.args[5]:
+        if is_random_state(n):
             return random_state(like.device)
         make = torch.ones if like.is_floating_point() else integers
         result: torch.Tensor = make(tuple(like.shape), dtype=like.dtype, device=like.device)

@@ -133,7 +133,7 @@ class AwayFile:
 
     @property
     def aligned(self) -> int:
-        """Where memory should begin, to be read and written as it stands: see `Descriptor.aligned`."""
+        """Return the multiple of bytes at which memory for direct reads and writes begins."""
         return self._descriptor.aligned
 
     def abandon(self, call: Abandoned) -> None:

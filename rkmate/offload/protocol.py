@@ -46,7 +46,7 @@ class CopyEngine(Protocol):
 
     @property
     def place(self) -> str:
-        """Where data is sent: ``"host"``, or a folder."""
+        """The target of copies: ``"host"``, or a folder."""
 
     @property
     def most_bytes(self) -> int | None:

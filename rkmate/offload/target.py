@@ -1,4 +1,4 @@
-"""Where data may be sent while a step computes: the user's choice of a target, and its measured speed, both
+"""The target that data may be sent to while a step computes: the user's choice, and its measured speed, both
 ways at once, while the device computes.
 
 A measurement uses an engine like the one of the step (without checksums, which a step may or may not have).

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rkmate.errors import WishError
 from rkmate.ir.cd import CNode, Cost
 from rkmate.ir.kernels import by_own_kernels, fastest, seconds_to_gain, seconds_to_save
 from rkmate.ir.plan import Run
+from rkmate.ir.schedule import unmet_wishes
 from rkmate.offload import target as offload
 from rkmate.pipeline import deferred_outputs
 from rkmate.pipeline.prepare import Prepared, compiled_by, fused_in, with_operation_costs
@@ -56,7 +58,7 @@ class Attempt:
 
 def fits(prepared: Prepared, method: Planner, limit: int) -> bool:
     """Return whether a planner runs the whole step within a budget, whatever the options of blocks are."""
-    return isinstance(method, Composed) and prepared.baseline_peak <= limit
+    return isinstance(method, Composed) and prepared.baseline_peak <= limit and not prepared.graph.forgotten
 
 
 @gc_pause()
@@ -100,6 +102,10 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
     blocked, parts = prepared.blocked, prepared.partition
     whole = prepared.baseline
     calls = prepared.settings.calls
+    if unmet := unmet_wishes(prepared.graph, outcome.schedule):
+        words = " and ".join(blocked.wishes.words)
+        raise WishError(f"planner is {name!r}, whose schedule does not follow {words} "
+                        f"({', '.join(unmet[:3])}): take the default planner")
     schedule = prepared.with_kernels(outcome.schedule, limit if calls == 1 else 0)
     if prepared.peak(schedule, calls) > limit:
         schedule = outcome.schedule             # they leave the peak of one call alone as it is

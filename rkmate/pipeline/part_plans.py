@@ -30,7 +30,8 @@ from rkmate.torch_seam.nodes import VALUE, is_backward
 
 _ADD = torch.ops.aten.add.Tensor
 AROUND = (0.6, 0.85, 1.0, 1.2)
-"""What schedules may hold between forward and backward, of the share that all parts can hold on average."""
+"""Multiples of the bytes that a part can hold between forward and backward on average: each is tried as the
+limit of a schedule."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,9 +47,10 @@ from rkmate.measure.runs import touched_bytes
 from rkmate.measure.settings import MeasureSettings
 from rkmate.measure.temporaries import with_memory_of_groups
 from rkmate.offload.target import link_of
-from rkmate.pipeline.loss import traceable, trained_outputs, trains_of
+from rkmate.pipeline.loss import ModelAndLoss, traceable, trained_outputs, trains_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first
+from rkmate.pipeline.wishes import Wishes, check_names, settings_that_keep, wishes_of
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
@@ -84,6 +85,8 @@ class Traced:
     """Seconds of the capture."""
     origin: Origin
     """A description of what was captured, for people to read."""
+    prefix: str = ""
+    """What names of modules begin with in the capture, and not for the user."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +105,8 @@ class Blocked:
     nodes: Mapping[str, int]
     """Node counts before and after simplification."""
     stage_seconds: Mapping[str, float]
+    wishes: Wishes = Wishes()
+    """The user's, for the graph's data."""
 
     @property
     def concerned(self) -> Concerned:
@@ -158,7 +163,7 @@ class Prepared:
 
     @property
     def device(self) -> torch.device:
-        """Where the model stands."""
+        """The device of the model."""
         return self.blocked.traced.device
 
     @property
@@ -232,6 +237,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     """Capture a model on sample inputs; one thread at a time. `captured`: what is known to come out."""
     check_model(model)
     model = traceable(model)
+    prefix = "model." if isinstance(model, ModelAndLoss) else ""
+    check_names(model, settings.pins, prefix)
     if settings.gradients == "in_place":
         refuse_gradients_in_place(model)
     start = time.perf_counter()
@@ -243,6 +250,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     if captured is None:
         with gc_pause(), progress.stage("capturing", None), capture_lock:
             captured = capture(model, args, kwargs, settings.opaque)
+    settings = settings_that_keep(settings, captured)
     trains = trains_of(model, captured, settings.trains)
     if not any(captured.differentiable):
         raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
@@ -252,7 +260,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     return Traced(type(model).__name__, captured, trained_outputs(captured, trains),
                   held_tensors(captured, model, captured.given(arguments)), device.torch_device,
                   _children(model),
-                  settings, progress, time.perf_counter() - start, origin_of(model, args, kwargs))
+                  settings, progress, time.perf_counter() - start, origin_of(model, args, kwargs), prefix)
 
 
 @planning_lock
@@ -273,8 +281,9 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
     nodes = {"captured": joint.nodes_before, "computations": len(cd.c), "forward": cd.loss,
              "storages": len(cd.d), "blocks": len(parts.blocks), "unique": len(set(classes)),
              "separators": parts.separators}
-    return Blocked(traced, variant, parts, texts, classes, _fingerprint(parts, texts), nodes,
-                   {"capture": traced.seconds + middle - start, "cut": time.perf_counter() - middle})
+    wishes = wishes_of(parts, traced.capture, traced.settings.pins, traced.prefix)
+    return Blocked(traced, variant, parts, texts, classes, _fingerprint(parts, texts, wishes), nodes,
+                   {"capture": traced.seconds + middle - start, "cut": time.perf_counter() - middle}, wishes)
 
 
 def choices_of(variant: Variant, settings: Settings) -> frozenset[str]:
@@ -309,9 +318,12 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
     graph = cd.with_costs(known[i] for i in range(len(cd.c)))
     if link is not None:
         graph = replace(graph, link=link)
+    plain, wishes = graph, blocked.wishes
+    if wishes:
+        graph = replace(graph, once=wishes.once, forgotten=wishes.forgotten)
     pinned = (*parts.program.pinned, *(j for j in cd.output_grads if cd.d[j].size <= 16))
     reserve = _reserve_at_loss(graph) if traced.settings.loss_bytes is None else traced.settings.loss_bytes
-    whole = choose_kernels(graph, from_order(graph, range(len(graph.c)), graph.loss, pinned), pinned=pinned,
+    whole = choose_kernels(plain, from_order(plain, range(len(graph.c)), graph.loss, pinned), pinned=pinned,
                            reserve_at_loss=reserve)
     return Prepared(
         blocked, known, graph, pinned, reserve, whole,
@@ -413,13 +425,15 @@ def cost_memory() -> CostMemory:
     return _memory_of(cache_folder())
 
 
-def _fingerprint(parts: Partition, texts: Sequence[str]) -> str:
+def _fingerprint(parts: Partition, texts: Sequence[str], wishes: Wishes) -> str:
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode())
     cd = parts.program.cd
     digest.update(repr([(c.inputs, c.outputs) for c in cd.c]).encode())
     digest.update(repr((parts.block_of, parts.segments, sorted(cd.releases.items()))).encode())
+    if wishes:
+        digest.update(repr((sorted(wishes.once), sorted(wishes.forgotten))).encode())
     return digest.hexdigest()
 
 

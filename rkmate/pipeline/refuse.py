@@ -238,13 +238,20 @@ def error_of(refused: Refused, method: Planner, whole: int) -> Exception:
         assert least is not None
         return InfeasibleBudget(
             f"no schedule fits in {limit:,} bytes; the smallest budget that rockmate always meets is "
-            f"{least:,} bytes ({least / whole:.0%} of its own peak of {whole:,} bytes)", least)
+            f"{least:,} bytes ({least / whole:.0%} of its own peak of {whole:,} bytes)"
+            f"{_wished(refused)}", least)
     if least is None:
         return ArgumentError(f"planner is {name!r}, which has no schedule for this model at "
                              f"any budget: {refused.note or 'take another one'}")
     return InfeasibleBudget(
         f"{name} has no schedule within {limit:,} bytes; the smallest budget that it meets "
-        f"is {least:,} bytes. {refused.note}".rstrip(), least)
+        f"is {least:,} bytes. {refused.note}".rstrip() + _wished(refused), least)
+
+
+def _wished(refused: Refused) -> str:
+    """Return what an error says about the user's wishes."""
+    words = refused.prepared.blocked.wishes.words
+    return f", with {', '.join(words[:4])}{', ...' if len(words) > 4 else ''}" if words else ""
 
 
 def error_of_all(refused: list[Refused], method: Planner) -> Exception:

@@ -469,7 +469,8 @@ def sent_whole(prepared: Prepared, method: Planner, limit: int,
     """Return the outcome of a planner that sends data away, if everything that does not fit can be copied
     away without a wait. None otherwise: options have to be solved. `time_limit`: seconds, out of those
     allowed for the search for copies."""
-    if prepared.graph.link is None or prepared.settings.calls != 1 or not isinstance(method, Composed):
+    if prepared.graph.link is None or prepared.settings.calls != 1 or not isinstance(method, Composed) \
+            or prepared.graph.forgotten:
         return None
     return whole_at_once(prepared.graph, prepared.whole, limit, prepared.settings.of_planner,
                          pinned=prepared.pinned, reserve_at_loss=prepared.reserve_at_loss,

@@ -26,6 +26,7 @@ Layouts = Literal["keep", "auto", "channels_last", "with_compile"]
 NewShape = Literal["plan", "original", "error"]
 Gradients = Literal["returned", "in_place"]
 Compile = bool | Literal["auto"]
+Wish = Literal["keep", "recompute"]
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,18 @@ class Settings:
     ``"auto"``: submodules that cannot be traced. A call of such a submodule is one operation, which keeps its
     inputs and runs again in the backward. Its temporary memory is that for the sample's values."""
     parts: Literal["auto", "never"] | tuple[str, ...] | None = None
-    """What `rkmate.apply` and `rkmate.wrap` do if a model cannot be planned as a whole (it has no static
+    """How `rkmate.apply` and `rkmate.wrap` continue if a model cannot be planned as a whole (it has no static
     graph, or it is trained through other methods than its forward). ``"auto"``: they plan the submodules that
     can be planned, which share the budget; the rest runs as it is ([by parts](recipes.md#by-parts)).
     ``"never"``: an error. Names or patterns (``("encoder.layers.*",)``): they plan these submodules, and not
     the model as a whole. None: ``"auto"`` for `apply`, ``"never"`` for `wrap`. Other calls plan whole models
     only."""
+    pins: Mapping[str, Wish] = field(default_factory=dict, hash=False)
+    """Wishes by names of modules, or patterns: ``{"encoder.layers.*.attn": "keep", "encoder.layers.*.mlp":
+    "recompute"}``. ``"keep"``: what the module's forward leaves for the backward is never computed again.
+    ``"recompute"``: it is never kept from the forward to the backward; the module's results are left to the
+    planner, unless it leaves nothing else. `rkmate.keep` and `rkmate.recompute` say the same about one tensor
+    ([wishes](recipes.md#wishes))."""
     loss_bytes: int | None = None
     """Bytes that the loss allocates for itself, if it is computed outside of the module. None: three times
     the outputs that it is computed from."""
@@ -175,6 +182,10 @@ class Settings:
                                 "before the backward: 1, 2, ...")
         object.__setattr__(self, "trains", checked_trains(self.trains))
         object.__setattr__(self, "parts", _checked_parts(self.parts))
+        object.__setattr__(self, "pins", _checked_pins(self.pins))
+        if self.pins and self.parts not in (None, "never"):
+            raise ArgumentError(f"Settings(parts={self.parts!r}, pins=...): pins need a model that is "
+                                "planned as a whole: leave one of them out")
         bytes_ = self.loss_bytes
         if bytes_ is not None and (isinstance(bytes_, bool) or not isinstance(bytes_, int) or bytes_ < 0):
             raise ArgumentError(f"loss_bytes is {bytes_!r}; it should be a number of bytes, or None")
@@ -216,6 +227,17 @@ class Settings:
         if self.planner is None or isinstance(self.planner, PlannerSettings):
             return self.of_planner.name
         return self.planner
+
+
+def _checked_pins(pins: Any) -> dict[str, Wish]:
+    """Return the setting `pins` as a dictionary. Raises `ArgumentError`."""
+    if not isinstance(pins, Mapping) or not all(isinstance(p, str) and p for p in pins):
+        raise ArgumentError(f'pins is {pins!r}; it should be a mapping of names of modules, or patterns, to '
+                            '"keep" or "recompute"')
+    wrong = next((p for p, wish in pins.items() if wish not in ("keep", "recompute")), None)
+    if wrong is not None:
+        raise ArgumentError(f'pins[{wrong!r}] is {pins[wrong]!r}; it should be "keep" or "recompute"')
+    return dict(pins)
 
 
 def _checked_parts(parts: Any) -> Any:

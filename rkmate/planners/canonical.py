@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rkmate.errors import GraphError
+from rkmate.errors import GraphError, WishError
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import Compute, Free, Schedule, Step, from_order
@@ -238,7 +238,11 @@ def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
 
 
 def without_liveness(graph: CDGraph, strategy: Canonical, pinned: Iterable[int] = ()) -> Schedule:
-    """Return the schedule that frees at the end of each block's forward and backward only."""
+    """Return the schedule that frees at the end of each block's forward and backward only. Raises `WishError`
+    if the user wishes data to be kept or computed again."""
+    if graph.once or graph.forgotten:
+        raise WishError("a schedule without liveness does not follow what Settings(pins=...), rkmate.keep or "
+                        "rkmate.recompute say: leave them out, or take another planner")
     steps: list[Step] = []
     waiting: list[Step] = []
     k = 0

@@ -245,7 +245,8 @@ class Default:
         whole = whole_step(problem)
         if whole.peak <= budget:
             return Outcome(whole.schedule, "ok", whole.seconds, bound=whole.seconds,
-                           note="nothing needs to be recomputed")
+                           note="nothing needs to be recomputed" if not problem.graph.forgotten else
+                           "nothing is recomputed except what is wished")
         settings, least = self._settings, smallest_of_chain(problem).peak
         further = known is not None
         if least > budget:

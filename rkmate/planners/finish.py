@@ -79,7 +79,7 @@ def _keep_more(graph: CDGraph, schedule: Schedule, memory: Sequence[int], budget
         if not isinstance(step, Compute):
             continue
         node = graph.c[step.c]
-        if step.c in seen:
+        if step.c in seen and graph.forgotten.isdisjoint(node.outputs):
             gone = freed_after(steps, k)
             gaps = [(last_use[j], k, graph.d[j].size) for j in node.outputs
                     if j not in gone and j not in pinned]

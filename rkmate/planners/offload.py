@@ -92,7 +92,7 @@ class Gaps:
 def may_be_sent(graph: CDGraph, pinned: Collection[int], *, gradients: bool = False) -> list[bool]:
     """Return for each D node whether it may be away: a forward value that nothing else holds or waits for.
     `gradients`: values of the backward may be away, too."""
-    held = {*pinned, *graph.outputs, *graph.decided, *graph.input_grads, *graph.releases}
+    held = {*pinned, *graph.outputs, *graph.decided, *graph.forgotten, *graph.input_grads, *graph.releases}
     return [made is not None and (gradients or made < graph.loss) and node.size > 0 and j not in held
             for j, (node, made) in enumerate(zip(graph.d, graph.producer, strict=True))]
 

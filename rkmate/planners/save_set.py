@@ -248,10 +248,10 @@ class _Program:
     def _write(self, owner: SaveSetProgram, times: Sequence[int], ends: Sequence[int]) -> Rows:
         graph, reads, made = owner.graph, owner.reads, owner.made
         program = Rows()
-        K = [{j: program.column(f"K_{t}_{j}", int(j in owner.pinned), 1, integer=True) for j in needed}
-             for t, needed in enumerate(self.needed)]
+        K = [{j: program.column(f"K_{t}_{j}", int(j in owner.pinned), int(t > 0 or j not in graph.forgotten),
+                                integer=True) for j in needed} for t, needed in enumerate(self.needed)]
         # What runs again may do so by another kernel.
-        R = [{i: program.column(f"R_{t}_{i}", 0, 1, fastest(graph.c[i]) / self.second)
+        R = [{i: program.column(f"R_{t}_{i}", 0, int(i not in graph.once), fastest(graph.c[i]) / self.second)
               for i in dict.fromkeys(made[j] for j in needed)} for t, needed in enumerate(self.needed)]
         budget = program.column("budget", 0)
         copies = None if graph.link is None else Copies(

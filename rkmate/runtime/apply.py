@@ -174,7 +174,7 @@ class PlannedCall:
         self._own = model.__dict__.get("forward")
         self._others = {name: model.__dict__[name] for name in _PUT[1:] if name in model.__dict__}
         self.parts = parts
-        """What plans parts of the module, where that is allowed."""
+        """The planner of the module's parts; None where parts are not allowed."""
         if parts is not None:
             refused = parts.instead
         self._made_with = planning, verify, on_new_shape, refused, plans
@@ -214,7 +214,7 @@ class PlannedCall:
 
     @property
     def latest(self) -> _Planned:
-        """Where the latest plan is."""
+        """The holder of the latest plan."""
         return self.whole if self._forward is None or self.whole.has_plan else self._forward
 
     def plans(self) -> list[Plan]:

@@ -156,7 +156,7 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class CallerTensors:
-    """Where a step finds the tensors that its caller holds, by source key."""
+    """The tensors that the caller of a step holds, by source key."""
 
     slots: Mapping[str, TensorSlot]
     """Parameters and buffers."""
@@ -164,7 +164,7 @@ class CallerTensors:
     inputs: Mapping[str, int]
     """Numbers among the tensors in the arguments."""
     overwritten: frozenset[str]
-    """What the forward writes to."""
+    """The tensors that the forward writes to."""
 
     @cached_property
     def _whole(self) -> dict[str, tuple[Mapping[str, torch.Tensor | None], str]]:
@@ -226,7 +226,7 @@ def _caller_tensors(model: nn.Module, capture: Capture, joint: Joint, generated:
 
 
 class Targets(NamedTuple):
-    """What the gradients of a step are of, by source key."""
+    """The tensors that a step takes gradients of, by source key."""
 
     params: tuple[tuple[str, ...], ...]
     """Per segment of the backward: parameters whose gradients it returns."""
@@ -257,13 +257,13 @@ class Outputs(NamedTuple):
     forms: tuple[tuple[tuple[int, ...], torch.dtype, tuple[int, ...]] | None, ...]
     """Shape, dtype and strides of each in the trace."""
     tangents: tuple[tuple[int, str], ...]
-    """Those that the backward takes a gradient of, with the key of the gradient."""
+    """The tensors that the backward takes a gradient of, with the key of the gradient."""
     fixed: tuple[int, ...]
     """The others."""
     unplanned: tuple[int, ...]
     """The others that autograd could differentiate."""
     keys: tuple[str, ...]
-    """What the environment has that the caller gets."""
+    """The values of the environment that the caller gets."""
 
 
 def _outputs(capture: Capture, program: Program) -> Outputs:
@@ -278,7 +278,7 @@ def _outputs(capture: Capture, program: Program) -> Outputs:
 
 
 def _unrepeatable(joint: Joint) -> list[str]:
-    """What a second run of the forward would find changed, by source key.
+    """The tensors that a second run of the forward would find changed, by source key.
 
     What the forward overwrites, and reads other than as batch-norm statistics, was copied. A second run may
     find another value where it leads to new values of such things only (a counter).

@@ -197,7 +197,7 @@ class _AttributeReader:
         return self.means
 
     def leave_out(self, old: Overrides) -> None:
-        """These attributes are not compared; a key has the values that they had first."""
+        """Attributes that are not compared; a key has the values that they had first."""
         attributes = self.latest.attributes
         self._take(snapshot(attributes.without(old), self.latest.hooks))
 

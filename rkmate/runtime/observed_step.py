@@ -41,7 +41,7 @@ class Held:
 
 
 class _Packed:
-    """What autograd holds instead of a saved tensor, until it lets it go."""
+    """The object that autograd holds instead of a saved tensor, until it lets it go."""
 
     __slots__ = ("_key", "_step", "tensor")
 

@@ -65,7 +65,7 @@ class Watch:
 
     __slots__ = ("_model", "_parts")
     is_planned = True
-    """What tells it from a compiled call."""
+    """A mark that tells the call from a compiled one."""
 
     def __init__(self, model: nn.Module, parts: Parts) -> None:
         self._model, self._parts = model, parts
@@ -78,7 +78,7 @@ class Watch:
 
     @property
     def parts(self) -> Parts:
-        """Who observes."""
+        """The observer."""
         return self._parts
 
 
@@ -102,7 +102,7 @@ class Kind:
     name: str
     """Of the class."""
     key: object
-    """What they have in common."""
+    """The properties that its submodules have in common."""
     traced: Traced | None = None
     """The capture of a call; None where there is none."""
     call: tuple[nn.Module, Guards] | None = None
@@ -531,7 +531,7 @@ class Parts:
 
 
 class _Before:
-    """What a forward changes of a model, to be put back where it was for nothing."""
+    """The state of a model that a forward changes, to be put back where the forward was for nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [(b, b.detach().clone()) for b in model.buffers()]

@@ -207,7 +207,7 @@ class Attributes:
     plain: tuple[Attribute, ...]
     boxes: tuple[Box, ...]
     left_out: Overrides = field(default_factory=dict)
-    """What each planned forward assigns: a key has these values of it."""
+    """The attributes that each planned forward assigns: a key has these values of it."""
 
     def in_boxes(self) -> list[Any]:
         """Return the members of all boxes now."""

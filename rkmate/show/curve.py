@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any, overload
 
 from rkmate.show.amounts import duration, size
 from rkmate.show.copies import away_bytes
+from rkmate.show.notebook import curve_html
 from rkmate.show.plan import Plan
 from rkmate.show.plots import Point, overhead, save, time_memory
 
@@ -56,14 +56,12 @@ class Curve(Sequence[Plan]):
 
     def _repr_html_(self) -> str:
         sends = any(p.schedule.copied for p in self.plans)
-        rows = "".join(f"<tr><td>{size(p.budget_bytes)}</td><td>{size(p.peak_bytes)}</td>"
-                       f"<td>{p.overhead:+.1%}</td>{f'<td>{_sent(p)}</td>' if sends else ''}"
-                       f"<td>{p.planner}</td></tr>" for p in self.plans)
-        rows += "".join(f"<tr><td></td><td>{size(q.peak_bytes)}</td>"
-                        f"<td>{overhead(self.plans, q.step_seconds):+.1%}</td>{'<td></td>' if sends else ''}"
-                        f"<td>{escape(q.name)}</td></tr>" for q in self.points)
-        return (f"<table><tr><th>budget</th><th>peak</th><th>time</th>{f'<th>{_SENT}</th>' if sends else ''}"
-                f"<th>by</th></tr>{rows}</table>")
+        rows = [(size(p.budget_bytes), size(p.peak_bytes), f"{p.overhead:+.1%}",
+                 *([_sent(p)] if sends else []), p.planner) for p in self.plans]
+        rows += [("", size(q.peak_bytes), f"{overhead(self.plans, q.step_seconds):+.1%}",
+                  *([""] if sends else []), q.name) for q in self.points]
+        return curve_html(self.plans, self.points,
+                          ("budget", "peak", "time", *([_SENT] if sends else []), "by"), rows)
 
     def plot(self, path: str | Path | None = None, *, here: Plan | None = None,
              title: str = "time against memory",

@@ -29,9 +29,9 @@ class Plan(PlanData):
         return table(self)
 
     def _repr_html_(self) -> str:
-        from rkmate.show.report import summary_html
+        from rkmate.show.notebook import plan_html
 
-        return summary_html(self)
+        return plan_html(self)
 
     def explain(self) -> str:
         """Explain the plan in sentences: where the memory goes, what the peak consists of, and what a smaller
@@ -98,17 +98,42 @@ class Plan(PlanData):
 
     def report(self, path: str | Path, *, curve: Sequence[Plan] = (),
                measured: Peak[Any] | None = None, date: datetime.date | None = None) -> Path:
-        """Write one self-contained HTML page: figures, pictures, graphs and the generated source.
+        """Write one HTML page to look into: memory at each step, what is in memory then, by module or tensor,
+        what is recomputed and why, a search, graphs and the generated source. The page needs no network.
 
         Args:
             path: the file to write.
-            curve: plans for other budgets, as `rkmate.tradeoff` returns them.
+            curve: plans for other budgets, as `rkmate.tradeoff` returns them. A slider on the page shows
+                them.
             measured: a training step's memory as `rkmate.measure_step` returns it.
             date: date on the page; today's by default.
 
-        Raises:
-            MissingExtra: matplotlib is not installed (``pip install "rkmate[plots]"``).
+        Returns:
+            The path of the file that was written.
         """
         from rkmate.show.report import report
 
         return report(self, path, curve, measured, date or datetime.date.today())
+
+    def to_chrome_trace(self, path: str | Path) -> Path:
+        """Write the predicted step as a trace for Perfetto (https://ui.perfetto.dev) and chrome://tracing:
+        computations and waits, copies away and back on clocks of their own, and counters of the memory.
+
+        Returns:
+            The path of the file that was written.
+        """
+        from rkmate.show.viewers import write_chrome_trace
+
+        return write_chrome_trace(self, path)
+
+    def to_memory_snapshot(self, path: str | Path) -> Path:
+        """Write the predicted step as a snapshot for PyTorch's memory viewer (https://pytorch.org/memory_viz),
+        in the format of ``torch.cuda.memory._dump_snapshot``. An allocation names its tensor, module and
+        operation instead of a stack trace, and its category is its kind.
+
+        Returns:
+            The path of the file that was written.
+        """
+        from rkmate.show.viewers import write_memory_snapshot
+
+        return write_memory_snapshot(self, path)

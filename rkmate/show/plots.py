@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,27 +27,28 @@ _STYLE: dict[str, Any] = {
     "legend.frameon": False, "figure.facecolor": "white", "hatch.linewidth": 0.5,
 }
 
-NARROW = 3.7
-"""Inches: a picture for a page as wide as a telephone, where its letters are still 12 pixels high."""
 BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "alignment": "left"}
 """Place of a legend that would hide the picture."""
 
 
-def below(axes: Any) -> dict[str, Any]:
-    """Return the place of a narrow picture's legend: under the axis of x and its label."""
-    height = axes.get_position().height * axes.figure.get_figheight()
-    return {"loc": "upper left", "bbox_to_anchor": (-0.05, -0.5 / height), "alignment": "left"}
-
-
 def figure(width: float, height: float, **subplots: Any) -> tuple[Any, Any]:
-    """Return a figure of its own (no global state) and its axes. Sizes in inches."""
+    """Return a figure of its own (no global state) and its axes. Sizes in inches. A notebook shows it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra("pictures of time and memory need matplotlib: "
                            'pip install "rkmate[plots]"') from error
-    made = Figure(figsize=(width, height), layout="constrained")
+    made: Any = Figure(figsize=(width, height), layout="constrained")
+    # matplotlib tells notebooks how to show a figure when `pyplot` is imported, which needs global state.
+    made._repr_png_ = partial(_png, made)
     return made, made.subplots(**subplots)
+
+
+def _png(made: Any) -> bytes:
+    buffer = io.BytesIO()
+    with styled():
+        made.savefig(buffer, format="png", dpi=100)
+    return buffer.getvalue()
 
 
 @contextmanager
@@ -92,15 +94,6 @@ def check_suffix(path: str | Path) -> Path:
     return path
 
 
-def svg_text(made: Any) -> str:
-    """Return a figure as an SVG element."""
-    buffer = io.StringIO()
-    with styled():
-        made.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg"):]
-
-
 _MIB = float(1 << 20)
 _STEEP = 6
 """Greatest over middle extra time from which the axis of time is logarithmic."""
@@ -131,13 +124,13 @@ def overhead(plans: Sequence[PlanData], seconds: float) -> float:
 
 
 def time_memory(plans: Sequence[PlanData], points: Sequence[Point], here: PlanData | None, title: str,
-                narrow: bool = False, beside: Mapping[str, Sequence[PlanData]] | None = None) -> Any:
-    """Draw time against memory. `here`: a plan to mark; `narrow`: for a page as wide as a phone; `beside`:
-    other plans of the model, by name. Returns the figure. Raises `MissingExtra` without matplotlib."""
+                beside: Mapping[str, Sequence[PlanData]] | None = None) -> Any:
+    """Draw time against memory. `here`: a plan to mark; `beside`: other plans of the model, by name. Returns
+    the figure. Raises `MissingExtra` without matplotlib."""
     with styled():
-        made, axes = figure(NARROW, 4.2) if narrow else figure(6.4, 3.6)
+        made, axes = figure(6.4, 3.6)
         _draw(axes, plans, points, here, beside or {})
-        axes.legend(**(below(axes) if narrow else {}))
+        axes.legend()
         axes.set_title(title)
     return made
 

@@ -20,7 +20,7 @@ from rkmate.show import styles
 from rkmate.show.amounts import size
 from rkmate.show.copies import copies_of
 from rkmate.show.graphs import block_memory, block_name
-from rkmate.show.plots import BESIDE, NARROW, below, corners, figure, save, styled, time_unit
+from rkmate.show.plots import BESIDE, corners, figure, save, styled, time_unit
 from rkmate.show.replay import (
     KIND_NAMES,
     KINDS,
@@ -42,29 +42,25 @@ _HIGHEST_OUTLINE = 5
 
 
 def plot_timeline(plan: PlanData, path: str | Path | None, measured: Peak[Any] | None,
-                  title: str, narrow: bool = False) -> Any:
-    """See `rkmate.Plan.plot`. `narrow`: for a page as wide as a telephone, the legends below."""
+                  title: str) -> Any:
+    """See `rkmate.Plan.plot`."""
     replayed = replay(plan)
     every = -(-len(plan.blocks) // _MOST_ROWS)
     rows = list(range(0, len(plan.blocks), every))
     height = max(1.2, 0.24 * len(rows) + 0.7)
-    width, tall = (NARROW, 2.6 + 2.0) if narrow else (9.0, 3.6)
-    lanes = [1.1] if replayed.copied else []
-    ratios = [2.6 if narrow else 3.6, *lanes, height]
+    ratios = [3.6, *([1.1] if replayed.copied else []), height]
     with styled():
-        made, (top, *middle, bottom) = figure(
-            width, tall + height + (1.0 + len(lanes) if narrow else 0.0) + sum(lanes), nrows=len(ratios),
-            sharex=not narrow, height_ratios=ratios)
+        made, (top, *middle, bottom) = figure(9.0, sum(ratios), nrows=len(ratios), sharex=True,
+                                              height_ratios=ratios)
         draw_memory(top, plan, replayed, measured)
         for axes in middle:
             draw_lanes(axes, replayed)
-        draw_blocks(bottom, plan, replayed, rows, 14 if narrow else 28)
+        draw_blocks(bottom, plan, replayed, rows)
         for axes in (*middle, bottom):
             axes.set_xlim(top.get_xlim())
         for axes in (top, *middle, bottom):
-            axes.legend(**(below(axes) if narrow else BESIDE), **_title_of_legend(axes is top, measured))
-        top.set_title(title or (f"peak {size(plan.peak_bytes)}, time {plan.overhead:+.1%}" if narrow else
-                                f"{plan.planner}: peak {size(plan.peak_bytes)}, budget "
+            axes.legend(**BESIDE, **_title_of_legend(axes is top, measured))
+        top.set_title(title or (f"{plan.planner}: peak {size(plan.peak_bytes)}, budget "
                                 f"{size(plan.budget_bytes)}, time {plan.overhead:+.1%}"))
     save(made, path)
     return made
@@ -116,9 +112,9 @@ def _title_of_legend(memory: bool, measured: Peak[Any] | None) -> dict[str, str]
             "in memory (the measured step is\nscaled to the predicted time)"}
 
 
-def draw_blocks(axes: Any, plan: PlanData, replayed: Occupancy, rows: list[int], letters: int) -> None:
-    """Draw, for each block, when it runs, and how much of the data that its backward may need is in memory.
-    `letters`: of a block's name, at most."""
+def draw_blocks(axes: Any, plan: PlanData, replayed: Occupancy, rows: list[int]) -> None:
+    """Draw, for each block, when it runs, and how much of the data that its backward may need is in
+    memory."""
     scale, unit = time_unit(replayed.seconds)
     whole = block_memory(plan, replayed)[1]
     starts = np.array([m.start for m in replayed.moments])
@@ -153,13 +149,12 @@ def draw_blocks(axes: Any, plan: PlanData, replayed: Occupancy, rows: list[int],
     axes.fill_between([], [], color=styles.KEPT_LINE, alpha=0.55, linewidth=0,
                       label="its activations in memory")
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_yticks(range(len(rows)), [_row_name(plan, b, letters) for b in rows])
+    axes.set_yticks(range(len(rows)), [_row_name(plan, b) for b in rows])
     axes.tick_params(axis="y", length=0)
     axes.axvline(replayed.loss_seconds * scale, color=styles.INK, linewidth=0.8, linestyle=":")
     axes.set_xlabel(f"predicted time in {unit}")
     shown = "" if len(rows) == len(plan.blocks) else f" ({len(rows)} of {len(plan.blocks)} shown)"
-    axes.set_title(f"blocks: when they run,\nand what of them is in memory{shown}" if letters < 20 else
-                   f"blocks: when they run, and what of them is in memory{shown}", fontsize=9)
+    axes.set_title(f"blocks: when they run, and what of them is in memory{shown}", fontsize=9)
 
 
 def draw_copies(plan: PlanData, path: Path) -> Path:
@@ -271,10 +266,10 @@ def _measured(measured: Peak[Any], seconds: float) -> tuple[Any, Any]:
     return times / last * seconds, np.array([0.0, *(b for _, b in measured.timeline)])
 
 
-def _row_name(plan: PlanData, block: int, letters: int) -> str:
+def _row_name(plan: PlanData, block: int) -> str:
     info = plan.blocks[block]
     path = info.path or "(the model)"
-    return f"{shortened(path, letters)}  {info.label}{block}"
+    return f"{shortened(path, 28)}  {info.label}{block}"
 
 
 LANES = ("computing", "out", "back")

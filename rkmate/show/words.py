@@ -32,6 +32,8 @@ class ModuleRow:
     """Number of modules that the row stands for."""
     away_bytes: int = 0
     """Bytes that the forward leaves to the backward in another place."""
+    needed_by: tuple[str, ...] = ()
+    """Other modules that read what is made again without being forgotten between forward and backward."""
 
 
 def by_module(replayed: Occupancy, baseline: Occupancy) -> tuple[ModuleRow, ...]:
@@ -47,15 +49,21 @@ def by_module(replayed: Occupancy, baseline: Occupancy) -> tuple[ModuleRow, ...]
         kept[path] = kept.get(path, 0) + total
     for path, total in _sizes(replayed, replayed.away_at_loss):
         away[path] = away.get(path, 0) + total
-    for path, total in _sizes(replayed,
-                              baseline.alive_at_loss - replayed.alive_at_loss - replayed.away_at_loss):
+    lost = baseline.alive_at_loss - replayed.alive_at_loss - replayed.away_at_loss
+    for path, total in _sizes(replayed, lost):
         forgotten[path] = forgotten.get(path, 0) + total
+    needed: dict[str, dict[str, None]] = {}
     for i, t in replayed.recomputed_seconds.items():
         c = g.computations[i]
         seconds[c.path] = seconds.get(c.path, 0.0) + t
         again.setdefault(c.path, {})[c.operation] = None
+        for j in c.outputs if lost.isdisjoint(c.outputs) else ():
+            for reader in g.cd.readers[j]:
+                if reader in replayed.recomputed_seconds or reader >= g.loss:
+                    needed.setdefault(c.path, {})[g.computations[reader].path or WHOLE] = None
     rows = [ModuleRow(p, kept.get(p, 0), forgotten.get(p, 0), seconds.get(p, 0.0),
-                      tuple(again.get(p, ())), away_bytes=away.get(p, 0))
+                      tuple(again.get(p, ())), away_bytes=away.get(p, 0),
+                      needed_by=tuple(q for q in needed.get(p, ()) if q != (p or WHOLE)))
             for p in {**kept, **away, **forgotten, **seconds}]
     return tuple(sorted(rows, key=lambda r: (-r.forgotten_bytes, -r.recomputed_seconds,
                                              -r.kept_bytes, r.path)))

@@ -1,13 +1,15 @@
-"""Progress of planning, on a terminal; silent elsewhere."""
+"""Progress of planning, on a terminal and in a notebook; silent elsewhere."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tqdm import tqdm
 
@@ -54,11 +56,42 @@ def time_left(seconds: float | None) -> str:
     return f"about {round(seconds / 60)} min left"
 
 
+def in_notebook() -> bool:
+    """Return whether the code runs in a notebook's kernel (Jupyter, Colab)."""
+    interactive = sys.modules.get("IPython")
+    shell = None if interactive is None else interactive.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
+class Cell:
+    """A file for bars in a notebook: the cell shows the line that was written last, in one place."""
+
+    encoding = "utf-8"
+    """For tqdm: bars are drawn with blocks."""
+
+    def __init__(self) -> None:
+        self._shown: Any = None
+
+    def write(self, text: str) -> None:
+        """Show a line instead of the one before."""
+        line = {"text/plain": text.strip("\r ")}
+        if self._shown is not None:
+            self._shown.update(line, raw=True)
+        elif line["text/plain"]:
+            display = importlib.import_module("IPython.display").display
+            self._shown = display(line, raw=True, display_id=True)
+
+    def flush(self) -> None:
+        """Do nothing: each line is shown at once."""
+
+
 class Progress:
     """Shows which stage runs and how far it is."""
 
     def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled and sys.stderr.isatty()
+        notebook = in_notebook()
+        self.enabled = enabled and (sys.stderr.isatty() or notebook)
+        self._cell = Cell() if notebook else None
 
     @contextmanager
     def stage(self, name: str, total: int | None) -> Iterator[Callable[[int], None]]:
@@ -78,7 +111,7 @@ class Progress:
     def _shown(self, name: str, total: int | None, line: str) -> Iterator[tuple[tqdm[None], Tasks]]:
         logger.info("%s", name)
         with tqdm(total=total, desc=f"rkmate: {name}", disable=not self.enabled, leave=False,
-                  file=sys.stderr, delay=DELAY, bar_format=line) as bar:
+                  file=self._cell or sys.stderr, delay=DELAY, bar_format=line) as bar:
             tasks = Tasks(bar)
             if not self.enabled:
                 yield bar, tasks
@@ -92,6 +125,7 @@ class Progress:
             finally:
                 over.set()
                 clock.join()
+                bar.clear()     # tqdm does not where only the clock has shown it
 
 
 def _nothing() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
 
 VALUE = "val"
@@ -17,6 +19,7 @@ _DESCRIPTOR = "desc"
 _SEQUENCE = "seq_nr"
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 _CUSTOM = "custom"
+_WISH = "rkmate_wish"
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -55,6 +58,24 @@ def module_stack(node: fx.Node) -> Mapping[str, tuple[str, Any]] | None:
 def annotation(meta: Mapping[str, Any], key: str) -> Any:
     """Return what `torch.fx.traceback.annotate` left under a key; None if it left nothing."""
     return meta.get(_CUSTOM, {}).get(key)
+
+
+@contextmanager
+def wish_marked(wish: tuple[Any, ...]) -> Iterator[None]:
+    """Let operations that are traced inside the context carry a wish of the user's."""
+    with torch.fx.traceback.preserve_node_meta(), torch.fx.traceback.annotate({_WISH: wish}):
+        yield
+
+
+def wish_of(node: fx.Node) -> tuple[Any, ...] | None:
+    """Return the wish that a node carries."""
+    wish: tuple[Any, ...] | None = annotation(node.meta, _WISH)
+    return wish
+
+
+def carry_wish(node: fx.Node, wish: tuple[Any, ...]) -> None:
+    """Let a node carry a wish."""
+    node.meta[_CUSTOM] = {**node.meta.get(_CUSTOM, {}), _WISH: wish}
 
 
 def add_like(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

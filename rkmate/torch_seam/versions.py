@@ -61,6 +61,11 @@ def why_off(feature: str) -> str:
     return _off.get(feature, "")
 
 
+def all_off() -> dict[str, str]:
+    """Return the features that failed their self test in this process, and what each test said."""
+    return dict(_off)
+
+
 def failure(feature: Feature) -> str:
     """Run a feature's self test. Returns what is missing; empty if it passes."""
     try:

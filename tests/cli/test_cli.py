@@ -219,3 +219,44 @@ def test_simulate_replays_a_log(capsys: Captured) -> None:
 def test_a_digit_that_is_no_number(digits: str, capsys: Captured) -> None:
     assert run("plan", TARGET, "--budget", digits) == 2
     assert "budget is" in capsys.readouterr().err
+
+
+@pytest.fixture
+def machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rkmate.diagnosis import machine
+
+    monkeypatch.setattr(machine, "findings", lambda *_: iter((machine.Finding("solver", "works", "HiGHS"),)))
+
+
+@pytest.mark.usefixtures("machine_alone")
+def test_doctor(capsys: Captured) -> None:
+    assert run("doctor") == 0
+    assert capsys.readouterr().out == "works    solver        HiGHS\n"
+    assert run("doctor", TARGET) == 0
+    assert "can be planned" in capsys.readouterr().out
+    assert run("doctor", "tests.show.targets:branching", "--json") == 4
+    content = json.loads(capsys.readouterr().out)
+    assert content["machine"][0]["subject"] == "solver"
+    assert content["model"] == "Branch" and "cannot be captured" in content["error"] and not content["curve"]
+    assert run("doctor", TARGET, "--device", "h100") == 2
+
+
+def test_doctor_where_something_fails(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rkmate.diagnosis import machine
+
+    monkeypatch.setattr(machine, "findings", lambda *_: iter((machine.Finding("solver", "broken", "fails"),)))
+    assert run("doctor") == 1
+    assert capsys.readouterr().out.startswith("broken")
+
+
+def test_check(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rkmate.comparison.parity import Parity
+
+    assert run("check", TARGET, "--budget", "60%", "--steps", "2") == 0
+    assert capsys.readouterr().out.startswith("Tower, 2 steps with AdamW: the same bits, within the budget")
+    assert run("check", TARGET, "--budget", "60%", "--steps", "1", "--json") == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["same_bits"] and content["within_budget"] and len(content["planned"]["losses"]) == 1
+    assert content["planned"]["peak_bytes"] <= content["plan"]["budget_bytes"]
+    monkeypatch.setattr(Parity, "within_budget", False)
+    assert run("check", TARGET, "--budget", "60%", "--steps", "1") == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -160,3 +162,21 @@ def test_an_interrupt_ends_the_solve_and_is_raised(monkeypatch: pytest.MonkeyPat
         with pytest.raises(KeyboardInterrupt):
             program.solve(3600.0)
     assert program.solve(3600.0, nodes=1).status in (Status.FEASIBLE, Status.TIMED_OUT)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the greeting is dropped elsewhere only")
+def test_what_the_first_solver_writes_is_dropped() -> None:
+    """Whatever this version of HiGHS does: something that C writes, like it."""
+    program = (
+        "import ctypes\nfrom rkmate.ilp.highs import Highs, Rows, _without_greeting\n"
+        "write = ctypes.CDLL(None).puts\n"
+        "print('before')\n"
+        "with _without_greeting():\n    write(b'Running HiGHS')\n"
+        "with _without_greeting():\n    write(b'second')\n"
+        "rows = Rows()\nrows.column('x', 0, 1)\nrows.at_least(0, [0])\nHighs(rows)\nprint('after')\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == ["after", "before", "second"]
+    first = "from rkmate.ilp.highs import Highs, Rows\nrows = Rows()\nrows.column('x', 0, 1)\n" \
+            "rows.at_least(0, [0])\nHighs(rows)\nprint('{}')"
+    assert subprocess.run([sys.executable, "-c", first], capture_output=True, text=True,
+                          check=True).stdout == "{}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,23 @@ def test_the_largest_part_is_planned(module: str | None, tmp_path: Path) -> None
     assert rkmate.applied(found.net) is None, "afterwards it is as it was"
     plain = fit(task(), tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), plain.parameters(), strict=True))
+
+
+def test_the_trainers_loggers_get_the_figures_of_the_plan(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    from rkmate.integrations.plan_log import figures
+
+    made, data = task(), DataLoader(TensorDataset(torch.randn(3 * 64, 16)), 64)
+    lightning.Trainer(max_epochs=1, accelerator="cpu", logger=CSVLogger(tmp_path), enable_checkpointing=False,
+                      enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+                      callbacks=[budget()]).fit(made, data)
+    (file,) = tmp_path.rglob("metrics.csv")
+    with file.open(newline="") as text:
+        rows = [row for row in csv.DictReader(text) if row["rkmate/peak_bytes"]]
+    expected = figures(made.seen[0])
+    assert [{name: float(row[name]) for name in expected} for row in rows] == [expected]
+    assert rows[0]["step"] == "1"
 
 
 def test_a_failed_fit_leaves_the_module_as_it_was(tmp_path: Path) -> None:

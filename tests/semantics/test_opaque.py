@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.measure.step import measure_peak
+from rkmate.measure.temporaries import _known
 from tests.semantics.steps import planned
 
 AUTO = rkmate.Settings(opaque="auto")
@@ -219,3 +220,30 @@ def test_mixtures_of_experts_of_transformers(make: Any, budget: float) -> None:
     _assert_same(original, module, **inputs)
     module.zero_grad(set_to_none=False)
     assert measure_peak(lambda: module(**inputs).loss.backward()).peak <= module.plan.budget_bytes
+
+
+class Small(nn.Module):
+    """Takes the branch that the values say."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if x.sum() > 0 else x
+
+
+def test_equal_operations_next_to_an_opaque_call_are_measured() -> None:
+    """The second of them asks for estimates, for which the call runs: not inside of a measurement."""
+    model = nn.Sequential(*(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), Small()) for _ in range(3)),
+                          nn.Linear(8, 2))
+    settings = rkmate.Settings(opaque=("*.2",))
+    _known.clear()
+    assert len(rkmate.tradeoff(model, (torch.randn(64, 8),), settings=settings, progress=False))
+
+
+def test_the_state_of_generators_is_never_made_up() -> None:
+    """It is larger than the whole budget of a small model, and is let go while operations are measured."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(9, 9), Small(9), nn.Linear(9, 9)) for _ in range(2)))
+    settings = rkmate.Settings(opaque=("*.1",))
+    assert rkmate.plan(model, (torch.randn(4, 9),), budget=1.0, settings=settings, progress=False).costs

@@ -132,8 +132,7 @@ def test_an_unknown_suffix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("draw", [lambda: wrapped().plan.plot(), lambda: curve().plot(),
-                                  lambda: wrapped().plan.draw("a.svg", "schedule", 0),
-                                  lambda: wrapped().plan.report("a.html")])
+                                  lambda: wrapped().plan.draw("a.svg", "schedule", 0)])
 def test_without_matplotlib_the_error_names_the_extra(draw: Any, monkeypatch: pytest.MonkeyPatch,
                                                       tmp_path: Path) -> None:
     real = builtins.__import__
@@ -147,3 +146,6 @@ def test_without_matplotlib_the_error_names_the_extra(draw: Any, monkeypatch: py
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(rkmate.MissingExtra, match=r"rkmate\[plots\]"):
         draw()
+    # A page and a notebook need no matplotlib.
+    assert wrapped().plan.report("a.html", curve=curve()).exists()
+    assert "<svg" in wrapped().plan._repr_html_() and "<svg" in curve()._repr_html_()

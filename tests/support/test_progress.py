@@ -49,6 +49,18 @@ def test_a_terminal_sees_the_stages_and_how_far_they_are(monkeypatch: pytest.Mon
     assert text.endswith("\r")                     # the lines of stages that are done are taken away
 
 
+def test_a_stage_that_reports_nothing_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, shown = Terminal(), threading.Event()
+    wrote = terminal.write
+    monkeypatch.setattr(terminal, "write", lambda text: (wrote(text), "a long one, " in text and shown.set()))
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("rkmate.support.progress.DELAY", 0.05)
+    with Progress(True).stage("a long one", None):
+        assert shown.wait(60)
+    *_, last, empty = terminal.getvalue().split("\r")
+    assert last.strip() == empty == ""
+
+
 def test_a_stage_that_reports_nothing_is_shown_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, shown = Terminal(), threading.Event()
     monkeypatch.setattr(terminal, "write", lambda text: shown.set() if "a long one, " in text else None)

@@ -17,7 +17,7 @@ from rkmate.torch_seam.schema import OpOverload, operator_name
 
 
 class Naming(Protocol):
-    """What stands for the values that calls read."""
+    """Names and literals for the values that calls read."""
 
     def value(self, j: int) -> Argument:
         """A D node's tensor."""
@@ -115,5 +115,5 @@ class Expressions:
 
     def _target(self, target: OpOverload | OwnFunction, args: Sequence[Any],
                 kwargs: Mapping[str, Any]) -> Operator | Method | Defined:
-        """What is called, with these arguments."""
+        """The called function and its arguments."""
         return target if isinstance(target, OwnFunction) else operator_of(target)

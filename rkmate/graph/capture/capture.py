@@ -100,7 +100,7 @@ class Capture:
     """Attributes of objects (not of modules) that a first forward has left changed, and later ones do not
     assign; a trace from either value is the same."""
     effects: Effects = Effects()
-    """What the forward leaves changed. Its tensors are among the outputs, after those of the result."""
+    """Changes that the forward leaves behind. Their tensors are among the outputs, after the result's."""
     recipe: Recipe | None = None
     """Computes the graph's further inputs, which follow the arguments' tensors in number; None if the forward
     needs no values."""
@@ -223,7 +223,7 @@ def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def resizes(model: nn.Module, name: str) -> str:
-    """What is wrong with a buffer that the first call makes larger, and what to do."""
+    """Return the message for a buffer that the first call makes larger: the problem, and what to do."""
     return (f"{type(model).__name__}: the forward resizes the buffer {name!r}, which a captured step would "
             "not repeat. Where only the first call does so (observers of torch.ao.quantization), call the "
             "model once before it is wrapped")
@@ -272,7 +272,7 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
               before: PythonState, assigned: Sequence[Assigned]) -> Effects | None:
-    """What each forward leaves changed; None where a second one does something else than the first."""
+    """Return the changes that each forward leaves behind; None where a second one does something else."""
     left = PythonState(model)
     before.restore()
     left.restore_hooks()              # those that the first trace has installed belong to it

@@ -1,4 +1,4 @@
-"""What a forward leaves changed beside its result: attributes that it assigns, objects among its arguments.
+"""Changes that a forward leaves behind, beside its result: of attributes, of objects among its arguments.
 
 A trace sees neither. What a traced forward has left there is found when it is over; its tensors are further
 outputs of the step, and each planned forward writes them where the model's own forward does. A number that a
@@ -33,7 +33,7 @@ class Written:
     value: Structure
     """Around `Tensors`."""
     step: int | float | None = None
-    """What a forward adds to a number; None where it assigns the same value each time."""
+    """The amount that a forward adds to a number; None where it assigns the same value each time."""
 
     @property
     def place(self) -> tuple[int, str]:
@@ -96,8 +96,8 @@ def leaves_of(args: Any, kwargs: Any) -> list[Any]:
 
 def found_effects(assigned: Sequence[Assigned], changed: Sequence[tuple[int, Any]],
                   tensors: Sequence[torch.Tensor]) -> tuple[Effects, list[torch.Tensor]]:
-    """What a forward has left: attributes, and objects (with their numbers) among the arguments. `tensors`:
-    those among the arguments, and in the result. Also returns these with the tensors of the effects."""
+    """Return the changes of one forward (attributes, and objects among the arguments with their numbers), and
+    its tensors with those of the changes. `tensors`: those among the arguments, and in the result."""
     every = list(tensors)
 
     def apart(value: Any) -> Structure:

@@ -353,7 +353,7 @@ def _made(members: Sequence[fx.Node], fused: Collection[fx.Node], again: Collect
 
 
 class _Position:
-    """Where nodes stand in their graph."""
+    """Positions of nodes in their graph."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         wanted = set(nodes)

@@ -9,7 +9,7 @@ from torch import fx
 
 from rkmate.graph.capture.capture import Capture, Source
 from rkmate.graph.capture.operations import is_view
-from rkmate.torch_seam.nodes import copied
+from rkmate.torch_seam.nodes import carry_wish, copied, is_backward, wish_of
 
 
 @dataclass(eq=False)
@@ -96,6 +96,9 @@ class Joint:
 
     def replace(self, node: fx.Node, new: fx.Node) -> None:
         """Let everything read `new` instead of `node`."""
+        wish = wish_of(node)
+        if wish is not None and wish_of(new) is None and not is_backward(node):
+            carry_wish(new, wish)
         node.replace_all_uses_with(new)
         self.outputs = tuple(new if n is node else n for n in self.outputs)
         self.mutations = tuple((s, new if n is node else n) for s, n in self.mutations)

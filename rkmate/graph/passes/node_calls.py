@@ -77,7 +77,7 @@ class OwnFunction(ABC):
     """Operations as one node with several results. Two of equal text are equal."""
 
     name: str
-    """What the generated function is called, but for its prefix and a number."""
+    """The name of the generated function, without its prefix and its number."""
     prefix: str
     imports: tuple[str, ...] = ()
     """Statements that its text needs before it."""

@@ -10,13 +10,30 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate.errors import WishError
+from rkmate.graph.capture.hints import hints_in
 from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.ops.norms import BY_GROUPS
 from rkmate.graph.passes.joint import Joint
-from rkmate.torch_seam.nodes import VALUE, is_backward, phase_tag
+from rkmate.torch_seam.nodes import VALUE, carry_wish, is_backward, phase_tag, wish_of
 from rkmate.torch_seam.schema import operator_name
 
 aten = torch.ops.aten
+
+
+def hand_hints_on(joint: Joint) -> None:
+    """Let the value of each hint (`rkmate.keep`, `rkmate.recompute`) carry the wish, and take the hint off.
+    Raises `WishError` if two of them contradict each other."""
+    for number, hint in hints_in(joint.graph).items():
+        value = hint.node.args[0]
+        assert isinstance(value, fx.Node)
+        before = wish_of(value)
+        if before is not None and before[1] != hint.wish:
+            raise WishError(f"rkmate.{before[1]} at {before[2]} and rkmate.{hint.wish} at {hint.place} "
+                            "contradict each other: they are about one value")
+        carry_wish(value, (number, hint.wish, hint.place))
+        joint.replace(hint.node, value)
+        joint.graph.erase_node(hint.node)
 
 
 # -- Constants -------------------------------------------------------------------------------------

@@ -28,12 +28,22 @@ from rkmate.graph.passes.gradients import (
 from rkmate.graph.passes.images import add_up_by_groups, channels_last, layouts_of_gradients, multiply_pixels
 from rkmate.graph.passes.joint import Joint, joint_of
 from rkmate.graph.passes.lean import drop_unread_statistics, split_wide, storages_of_their_own
-from rkmate.graph.passes.once import find_constants, find_decisions, protect_overwritten, take_counters_off
+from rkmate.graph.passes.once import (
+    find_constants,
+    find_decisions,
+    hand_hints_on,
+    protect_overwritten,
+    take_counters_off,
+)
 from rkmate.graph.passes.outputs import put_outputs_back, take_outputs_off
 from rkmate.graph.passes.tiles.wide_products import tile_heads, tile_mlps
 from rkmate.graph.passes.verify import Verifier
 
 REWRITES: tuple[Rewrite[Joint], ...] = (
+    Rewrite("hints",
+            "`rkmate.keep(x)` and `rkmate.recompute(x)` leave an alias with a wish in the trace. From here "
+            "on, the value carries the wish.",
+            hand_hints_on, ()),
     Rewrite("dead code",
             "A trace keeps assertions on metadata, which hold for every call of the same signature, and "
             "values that only these assertions read.",

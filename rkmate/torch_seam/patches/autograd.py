@@ -56,7 +56,7 @@ class _Casts:
         """By identity: what eager mode would keep a cast of."""
         self.found: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.regions: list[torch.autocast] = []
-        """Those that the exported forward is inside of."""
+        """The contexts that the exported forward is inside of."""
         self._clear = torch.clear_autocast_cache
 
     def clear(self) -> None:
@@ -240,7 +240,7 @@ def noting_inner_gradients(note: Callable[[], None]) -> Iterator[None]:
 
 
 _TRANSFORMS = ("_grad_increment_nesting", "_jvp_increment_nesting")
-"""What the transforms of torch.func call that differentiate."""
+"""The functions that the differentiating transforms of torch.func call."""
 
 
 # -- Regions of an exported forward ----------------------------------------------------------------

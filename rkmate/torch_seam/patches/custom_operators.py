@@ -32,7 +32,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of such an operator, but for the tensors."""
+    """A call of such an operator, with its tensors left out."""
 
     run: HigherOrderOperator
     written_by: OpOverload
