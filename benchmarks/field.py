@@ -9,7 +9,7 @@ The outcome is
 - *over*: equal, and over its budget, with a warning or without one;
 - *refused*: the error's first words;
 - *wrong*: it trained to another result;
-- *unplanned*: equal and within its budget, without any plan;
+- *unplanned*: equal, without any plan;
 - *fails*: it does not train without rkmate;
 - *skipped*: a library is not installed.
 
@@ -159,15 +159,15 @@ def run(scenario: Scenario, costs: str, seen: Notices) -> Row:
     ours = [str(w.message) for w in warned if issubclass(w.category, rkmate.RkmateWarning)]
     if plain.losses != found.losses or not all(map(_equal, plain.tensors, found.tensors)):
         return Row(**row, outcome="wrong", said="; ".join(ours))
-    notice = next((t for t in seen.texts if " is planned by parts: " in t), None)
+    notice = next((t for t in reversed(seen.texts) if " is planned by parts: " in t and "That is" in t), None)
     unplanned = not any((shown := rkmate.applied(m)) is not None and shown.has_plan
                         for m in found.model.modules()) and not getattr(found.model, "has_plan", False)
     share = re.search(r"That is (\d+)% of", notice or "")
     row["planned"] = 0.0 if unplanned else int(share[1]) / 100 if share else 1.0
-    if found.peak > budget:
-        return Row(**row, outcome="over", said="; ".join(ours)[:300])
     if unplanned:
         return Row(**row, outcome="unplanned", said="; ".join([*ours, *seen.texts])[:300])
+    if found.peak > budget:
+        return Row(**row, outcome="over", said="; ".join(ours)[:300])
     return Row(**row, outcome="right" if notice is None else "by parts", said=notice or "; ".join(ours))
 
 

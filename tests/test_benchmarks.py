@@ -402,7 +402,7 @@ def test_scenarios_of_the_field(on_the_path: None, tmp_path: Path) -> None:
     found = {r.name: r for r in field.main(given)}
     assert {n: found[n].outcome for n in names} == {
         "mlp": "right", "layer drop": "by parts", "custom function": "right"}
-    assert all(r.peak <= r.budget for r in found.values()) and found["layer drop"].planned > 0.5
+    assert all(r.peak <= r.budget for r in found.values()) and 0.5 < found["layer drop"].planned < 1
     assert "rkmate.apply(model, budget=0.7)" in found["mlp"].lines
     page = field.page(list(found.values()))
     assert "| torch | 2 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |" in page and page.count("`rkmate.apply(model") == 3

@@ -171,3 +171,23 @@ def test_its_step_is_simulated_once_for_a_plan(monkeypatch: pytest.MonkeyPatch) 
         plan = rkmate.plan(Net(False), (X,), budget=1.0, progress=False,
                            settings=rkmate.Settings(costs="analytic", fraction_of=fraction_of))
         assert "4 regions" in plan.note and asked == ["again"]
+
+
+class Hooking(Net):
+    """Hooks its layers in each forward, and refuses a second one before the backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if layer.__dict__.get("open"):
+                raise ValueError("several forwards before a backward")
+            layer.__dict__["open"] = [layer.register_full_backward_hook(
+                lambda m, *grads: m.__dict__.pop("open").pop().remove())]
+        return super().forward(x)
+
+
+def test_a_forward_that_hooks_its_layers_is_refused_with_the_reason() -> None:
+    model = Hooking(False)
+    with pytest.raises(rkmate.CaptureError, match="registers backward hooks .*gradient_checkpointing"):
+        rkmate.wrap(model, (X,), budget=0.9, progress=False)
+    assert not any(m._backward_hooks or "open" in m.__dict__ for m in model.modules())
+    assert all(map(torch.equal, bits(model), bits(Net(False)))), "it trains as before"

@@ -191,14 +191,14 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         return _of_one_call(model, args, kwargs)
     except _NotRepeated as error:
         if error.learns or any(devices.of(t).elsewhere is not None for t in model.parameters()):
-            raise
+            raise CaptureError(str(error)) from None
         before = PythonState(model)
         try:
             _complete(model, args, kwargs)
             return _of_one_call(model, args, kwargs)
         except Exception:               # a model may refuse a second forward before a backward
             before.restore()
-            raise error from None
+            raise CaptureError(str(error)) from None
 
 
 def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
