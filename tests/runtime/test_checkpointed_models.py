@@ -187,7 +187,7 @@ class Hooking(Net):
 
 def test_a_forward_that_hooks_its_layers_is_refused_with_the_reason() -> None:
     model = Hooking(False)
-    with pytest.raises(rkmate.CaptureError, match="registers backward hooks .*gradient_checkpointing"):
+    with pytest.raises(rkmate.CaptureError, match=r"registers backward hooks .*gradient_checkpointing"):
         rkmate.wrap(model, (X,), budget=0.9, progress=False)
     assert not any(m._backward_hooks or "open" in m.__dict__ for m in model.modules())
     assert all(map(torch.equal, bits(model), bits(Net(False)))), "it trains as before"
