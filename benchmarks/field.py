@@ -28,6 +28,7 @@ import gc
 import importlib.util
 import logging
 import re
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -203,6 +204,7 @@ def page(rows: Sequence[Row]) -> str:
         lines += ["", f"## {library}", "", "| scenario | what the user writes | result | budget | peak |",
                   "|---|---|---|---:|---:|"]
         lines += [_line(r) for r in order if r.library == library]
+    lines[2] = textwrap.fill(lines[2], 120)
     return "\n".join(lines) + "\n"
 
 
