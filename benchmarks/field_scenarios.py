@@ -641,7 +641,8 @@ def _net(library: str, module: str, name: str, lines: str, make: Callable[[Any],
          **others: Any) -> Scenario:
     def made() -> Task:
         return make(importlib.import_module(module))
-    return Scenario(library, name, lines, made, (module.split(".")[0],), **others)
+    with_torchvision = ("torchvision",) if library in ("timm", "segmentation_models_pytorch") else ()
+    return Scenario(library, name, lines, made, (module.split(".")[0], *with_torchvision), **others)
 
 
 def _graph(layer: Callable[[], Any]) -> Task:
