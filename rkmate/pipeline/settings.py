@@ -147,11 +147,12 @@ class Settings:
     ``"auto"``: submodules that cannot be traced. A call of such a submodule is one operation, which keeps its
     inputs and runs again in the backward. Its temporary memory is that for the sample's values."""
     parts: Literal["auto", "never"] | tuple[str, ...] | None = None
-    """How `rkmate.apply` continues if a model cannot be planned as a whole (it has no static graph, or it is
-    trained through other methods than its forward). ``"auto"``: it plans the submodules that can be planned,
-    which share the budget; the rest runs as it is ([by parts](recipes.md#by-parts)). ``"never"``: an error.
-    Names or patterns (``("encoder.layers.*",)``): it plans these submodules, and not the model as a whole.
-    None: ``"auto"``. Other calls plan whole models only."""
+    """How `rkmate.apply` and `rkmate.wrap` continue if a model cannot be planned as a whole (it has no static
+    graph, or it is trained through other methods than its forward). ``"auto"``: they plan the submodules that
+    can be planned, which share the budget; the rest runs as it is ([by parts](recipes.md#by-parts)).
+    ``"never"``: an error. Names or patterns (``("encoder.layers.*",)``): they plan these submodules, and not
+    the model as a whole. None: ``"auto"`` for `apply`, ``"never"`` for `wrap`. Other calls plan whole models
+    only."""
     pins: Mapping[str, Wish] = field(default_factory=dict, hash=False)
     """Wishes by names of modules, or patterns: ``{"encoder.layers.*.attn": "keep", "encoder.layers.*.mlp":
     "recompute"}``. ``"keep"``: what the module's forward leaves for the backward is never computed again.
