@@ -2,17 +2,23 @@
 
 Each depth runs in a fresh process with an empty cache, and in another one that measures what planning
 allocates in addition to the model. Prints a Markdown table.
+
+``--profile`` prints another one: processor and wall seconds of each stage, from the model to the end of its
+first planned step, for these depths and for models without equal blocks, costs measured and estimated; and
+what a second process takes, which finds on disk what the first one has left.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -108,17 +114,183 @@ def measure(layers: int, width: int, length: int) -> None:
         "smallest": smallest_of_chain(solved.problem).peak / whole.peak}))
 
 
-def fresh(layers: int, width: int, length: int, *more: str) -> dict[str, Any]:
-    """One depth in a process of its own, with an empty cache."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, __file__, "--one", str(layers), "--width", str(width), "--length",
-             str(length), *more],
-            env={**os.environ, "RKMATE_CACHE_DIR": folder}, capture_output=True, text=True, check=False)
+# -- Seconds of each stage -------------------------------------------------------------------------
+
+STAGES = (
+    ("capture", "rkmate.pipeline.prepare.capture"),
+    ("passes", "rkmate.pipeline.prepare.simplify"),
+    ("blocks", "rkmate.pipeline.prepare.block"),
+    ("measuring", "rkmate.pipeline.prepare.measured_costs"),
+    ("costs", "rkmate.pipeline.prepare.with_operation_costs"),
+    ("options", "rkmate.pipeline.solve.options_of"),
+    ("chain", "rkmate.pipeline.search.solve"),
+    ("search", "rkmate.pipeline.attempts.ask"),
+    ("finishing", "rkmate.planners.default.finish"),
+    ("plan", "rkmate.pipeline.attempts.plan_of"),
+    ("larger tiles", "rkmate.pipeline.search.with_larger_tiles"),
+    ("on disk", "rkmate.pipeline.search.recall"),
+    ("text", "rkmate.runtime.plan_cache.emit"),
+)
+"""Stages of planning, each with the function whose calls it consists of, by the name that its caller knows.
+What a stage calls of another one counts there alone."""
+OTHERS = ("efficientnet", "densenet", "swin", "unet", "lstm")
+"""Models without equal blocks, or with few."""
+
+
+class Clock:
+    """Processor and wall seconds of each stage, without those of the stages that it calls; and its calls."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, list[float]] = {}
+        self._inner: list[list[float]] = []
+
+    def timed(self, stage: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same, and is timed."""
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append([0.0, 0.0])
+            begin = time.process_time(), time.perf_counter()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                whole = time.process_time() - begin[0], time.perf_counter() - begin[1]
+                inner, found = self._inner.pop(), self.spent.setdefault(stage, [0.0, 0.0, 0])
+                for k in range(2):
+                    found[k] += whole[k] - inner[k]
+                    if self._inner:
+                        self._inner[-1][k] += whole[k]
+                found[2] += 1
+        return timed
+
+    def watch(self) -> None:
+        """Time the stages from now on."""
+        for stage, path in STAGES:
+            place, _, name = path.rpartition(".")
+            module = importlib.import_module(place)
+            setattr(module, name, self.timed(stage, getattr(module, name)))
+
+
+def other(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A model without equal blocks, and the arguments of its forward."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    images, labels = torch.randn(4, 3, 64, 64), torch.randint(0, 10, (4,))
+    if name == "efficientnet":
+        from transformers import EfficientNetConfig, EfficientNetForImageClassification
+        config: Any = EfficientNetConfig(image_size=64, num_labels=10, width_coefficient=0.5)
+        model: Any = EfficientNetForImageClassification(config)
+        return model.train(), (), {"pixel_values": images, "labels": labels}
+    if name == "swin":
+        from transformers import SwinConfig, SwinForImageClassification
+        config = SwinConfig(image_size=64, patch_size=2, embed_dim=32, depths=[2, 2, 2], num_heads=[2, 4, 8],
+                            window_size=4, num_labels=10)
+        model = SwinForImageClassification(config)
+        return model.train(), (), {"pixel_values": images, "labels": labels}
+    if name == "unet":
+        from rkmate.cli.demo_models import UNet
+        return UNet().train(), (images,), {}
+    if name == "lstm":
+        class Unrolled(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.cell = nn.LSTMCell(64, 64)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                h = c = x.new_zeros(x.shape[1], 64)
+                for step in x:
+                    h, c = self.cell(step, (h, c))
+                return h.sum()
+        return Unrolled(), (torch.randn(100, 8, 64),), {}
+
+    class Dense(nn.Module):
+        def __init__(self, layers: int = 24) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.BatchNorm2d(16 + 8 * k), nn.ReLU(), nn.Conv2d(16 + 8 * k, 8, 3, padding=1))
+                for k in range(layers))
+            self.first = nn.Conv2d(3, 16, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = torch.cat([x, layer(x)], 1)
+            return x.mean()
+    return Dense().train(), (images,), {}
+
+
+def profile(name: str, width: int, length: int, costs: Any) -> None:
+    """Wrap one model at half of its peak and run a step, all stages timed; prints one line of JSON."""
+    begin = time.process_time(), time.perf_counter()
+    import rkmate
+    from rkmate.torch_seam.trace import load
+
+    load()
+    args: tuple[Any, ...] = ()
+    loading = time.process_time() - begin[0], time.perf_counter() - begin[1], 1
+    if name.isdigit():
+        model, kwargs = gpt(int(name), width, length)
+    else:
+        model, args, kwargs = other(name)
+    clock = Clock()
+    clock.watch()
+    begin = time.process_time(), time.perf_counter()
+    wrapped = rkmate.wrap(model, args, kwargs, budget=0.5, progress=False,
+                          settings=rkmate.Settings(costs=costs))
+    planned = time.process_time() - begin[0], time.perf_counter() - begin[1]
+    out = wrapped(*args, **kwargs)
+    loss = out if hasattr(out, "backward") else out.loss
+    loss.sum().backward()
+    done = time.process_time() - begin[0], time.perf_counter() - begin[1]
+    spent = {"loading": loading, **clock.spent}
+    spent["rest"] = (*(planned[k] - sum(v[k] for v in clock.spent.values()) for k in range(2)), 1)
+    spent["first step"] = (*(done[k] - planned[k] for k in range(2)), 1)
+    print(json.dumps({"spent": spent, "variant": wrapped.plan.variant, "nodes": dict(wrapped.plan.nodes),
+                      "gap": wrapped.plan.gap, "overhead": wrapped.plan.overhead}))
+
+
+def print_profiles(names: list[str], width: int, length: int) -> None:
+    """Print a table of the stages' seconds for each model and source of costs, in two processes each."""
+    columns = ("loading", *(stage for stage, _ in STAGES), "rest", "first step")
+    print("Processor seconds (wall seconds), in calls of the stage if more than one.\n")
+    print(f"| model | costs | process | {' | '.join(columns)} | all | captured | unique of blocks |")
+    print("|" + "---|" * (len(columns) + 6))
+    for name in names:
+        for costs in ("measured", "analytic"):
+            with tempfile.TemporaryDirectory() as folder:
+                for process in ("first", "second"):
+                    found = in_process(folder, "--one", name, "--width", str(width), "--length", str(length),
+                                       "--profile", "--costs", costs)
+                    spent, nodes = found["spent"], found["nodes"]
+                    cells = [_cell(spent.get(column)) for column in columns]
+                    total = [sum(v[k] for v in spent.values()) for k in range(2)]
+                    print(f"| {name} | {costs} | {process} | {' | '.join(cells)} | {_cell((*total, 1))} "
+                          f"| {nodes['captured']} | {nodes['unique']} of {nodes['blocks']} |", flush=True)
+
+
+def _cell(spent: Any) -> str:
+    if spent is None:
+        return ""
+    processor, wall, calls = spent
+    return f"{processor:.2f} ({wall:.2f})" + (f" in {calls}" if calls > 1 else "")
+
+
+# -- Processes -------------------------------------------------------------------------------------
+
+def in_process(folder: str, *arguments: str) -> dict[str, Any]:
+    """Run this file in a process of its own, whose cache is a folder; its last line."""
+    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=False,
+                          env={**os.environ, "RKMATE_CACHE_DIR": folder})
     if done.returncode:
         raise SystemExit(done.stderr)
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
+
+
+def fresh(layers: int, width: int, length: int, *more: str) -> dict[str, Any]:
+    """One depth in a process of its own, with an empty cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        return in_process(folder, "--one", str(layers), "--width", str(width), "--length", str(length), *more)
 
 
 def main() -> None:
@@ -127,11 +299,21 @@ def main() -> None:
     parser.add_argument("--layers", default="6,12,24,48")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--profile", action="store_true", help="print the seconds of each stage")
+    parser.add_argument("--models", default=",".join(OTHERS), help="with --profile: further models")
+    parser.add_argument("--costs", default="measured", help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.one and options.profile:
+        profile(options.one, options.width, options.length, options.costs)
+        return
     if options.one:
-        (allocated if options.memory else measure)(options.one, options.width, options.length)
+        (allocated if options.memory else measure)(int(options.one), options.width, options.length)
+        return
+    if options.profile:
+        names = [name for name in (*options.layers.split(","), *options.models.split(",")) if name]
+        print_profiles(names, options.width, options.length)
         return
     print("| layers | captured / computations | blocks / unique | capture | measure | options | chain "
           "| cold | second budget | smallest | overhead at 1.0 / 0.7 / 0.5 / 0.35 "

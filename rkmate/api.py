@@ -36,6 +36,7 @@ from rkmate.runtime.apply import (
     put_plans_into_layers,
     sharded_layers,
     take_plan_from,
+    wrapped_by_parts,
 )
 from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import PlannedModule
@@ -101,14 +102,21 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
                      sends=planning.settings.offload is not None)
         planning = replace(planning, cuda_graph=True)
     if planning.settings.parts not in (None, "never"):
-        raise ArgumentError(f"parts is {planning.settings.parts!r}: only rkmate.apply plans by parts, inside "
-                            "of the model itself. Use it instead of wrap")
+        if run.of_wrap:
+            raise ArgumentError(f"parts is {planning.settings.parts!r}, and RunSettings has "
+                                f"{', '.join(run.of_wrap)}, which only a plan of the whole model follows: "
+                                "leave out one of the two")
+        return wrapped_by_parts(model, _counting(planning, plan), run.verify, run.on_new_shape, run.training,
+                                args, kwargs, plan)
     with flags_to_plan(model, run.training):
         module = PlannedModule(model, planning, run.verify, run.on_new_shape)
         try:
             module.plan_for(args, kwargs, plan)
         except CaptureError as error:
-            raise CaptureError(f"{error} rkmate.apply(model, budget=...) plans the parts of such a model "
+            if planning.settings.parts == "never":
+                raise
+            raise CaptureError(f"{error} rkmate.apply(model, budget=...), or wrap with "
+                               "settings=rkmate.Settings(parts=\"auto\"), plans the parts of such a model "
                                "that can be planned ('By parts' in docs/recipes.md).") from error
         if ahead is not None:
             module.plan_ahead(ahead, args, kwargs)
@@ -162,27 +170,16 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     if sampled:
         args, kwargs = checked_sample(model, () if args is None else args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, call)
-    if plan is None and call.settings.calls == 1 and not layers:
-        planning = replace(planning, counts_calls=True)
     if layers:
         put_plans_into_layers(model, layers, planning, run.verify, run.on_new_shape)
         return model
+    planning = _counting(planning, plan)
     if planning.settings.parts is None:
         planning = replace(planning, settings=replace(
             planning.settings, parts="never" if planning.settings.pins else "auto"))
     planned = put_plan_into(model, planning, run.verify, run.on_new_shape)
     if sampled:
-        try:
-            with flags_to_plan(model, run.training):
-                planned.whole.plan_for(tuple(args or ()), dict(kwargs or {}), plan)
-        except CaptureError as error:
-            if plan is None and planned.parts is not None and planned.parts.instead(error):
-                return model                # the first step measures
-            take_plan_from(model)
-            raise
-        except BaseException:
-            take_plan_from(model)
-            raise
+        planned.plan_now(run.training, tuple(args or ()), dict(kwargs or {}), plan)
     return model
 
 
@@ -350,6 +347,13 @@ def checked_sample(model: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...],
     args, kwargs = tuple(args), dict(kwargs or {})
     refuse_what_cannot_repeat(traceable(model), args, kwargs)
     return args, kwargs
+
+
+def _counting(planning: Planning, plan: Plan | None) -> Planning:
+    """Return the planning of a module that is planned in place: its first step counts the calls before a
+    backward, unless that is known."""
+    counts = plan is None and planning.settings.calls == 1
+    return replace(planning, counts_calls=True) if counts else planning
 
 
 def _planning(budget: Any, plan: Plan | None, call: Chosen, gpu: GPU | None = None) -> Planning:

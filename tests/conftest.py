@@ -19,6 +19,7 @@ from hypothesis import settings as hypothesis_settings
 from rkmate.graph.passes import table
 from rkmate.ilp import OptionSettings
 from rkmate.ilp import settings as ilp_settings
+from rkmate.pipeline import search
 from rkmate.planners import settings as planner_settings
 from rkmate.planners.settings import PlannerSettings
 
@@ -81,6 +82,13 @@ def impatient() -> Iterator[None]:
     quick = PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0)
     with ilp_settings.DEFAULT.within(FEW_OPTIONS), planner_settings.DEFAULT.within(quick):
         yield
+
+
+@pytest.fixture(autouse=True)
+def searched_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test finds a plan that another one has searched for, perhaps with other functions in the place of
+    the package's."""
+    monkeypatch.setattr(search, "place_of", lambda *of: None)
 
 
 @pytest.fixture(autouse=True)

@@ -392,3 +392,19 @@ def test_a_feature_keeps_its_place_where_it_gains_enough(on_the_path: None) -> N
     assert "| vit | 0.5 | not met |" in page and "| unet | 0.5 | 1.020 |  | 2.0 s | 1.0 s |" in page
     tables = page.split("\n\n")
     assert all(len({line.count("|") for line in t.splitlines()}) == 1 for t in tables if t.startswith("|"))
+
+
+def test_scenarios_of_the_field(on_the_path: None, tmp_path: Path) -> None:
+    import field
+
+    path, names = tmp_path / "rows.jsonl", ["mlp", "layer drop", "custom function"]
+    given = ["--libraries", "torch", "--costs", "analytic", "--rows", str(path), "--names", *names]
+    found = {r.name: r for r in field.main(given)}
+    assert {n: found[n].outcome for n in names} == {
+        "mlp": "right", "layer drop": "by parts", "custom function": "right"}
+    assert all(r.peak <= r.budget for r in found.values()) and 0.5 < found["layer drop"].planned < 1
+    assert "rkmate.apply(model, budget=0.7)" in found["mlp"].lines
+    page = field.page(list(found.values()))
+    assert "| torch | 2 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |" in page and page.count("`rkmate.apply(model") == 3
+    assert len({(s.library, s.name) for s in field.SCENARIOS}) == len(field.SCENARIOS) >= 60
+    assert field.main(given) == list(found.values()), "what is there is not run again"

@@ -21,7 +21,7 @@ from rkmate.errors import ScheduleError
 from rkmate.ilp.grid import OptionSet, evaluate_option, undominated
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ir.cd import CDGraph
-from rkmate.support.cache import read_json, write_json
+from rkmate.support.cache import keep_newest_once, read_json, write_json
 from rkmate.support.warn import warn
 
 FORMAT = 1
@@ -116,6 +116,7 @@ class OptionCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, entry)
+            keep_newest_once(path.parent)
         except OSError as error:
             warn(
                 f"the cache folder {self.folder} cannot be written ({error.strerror}): these "

@@ -25,11 +25,13 @@ _Finished = tuple[int, OptionSet | BaseException]
 
 def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = None, *,
                   workers: int | None = None, cache: OptionCache | bool = True,
+                  seconds: float | None = None,
                   on_progress: Callable[[int, int], None] | None = None) -> list[OptionSet]:
     """Return the options of each graph, in order.
 
     `workers`: how many blocks at a time; None takes the cores that this process may use. `cache`:
-    True for the cache folder of this machine, False for none. `on_progress` is called in the
+    True for the cache folder of this machine, False for none. `seconds`: a limit of this call alone, next to
+    the settings'; options that lack time for it are not stored. `on_progress` is called in the
     calling thread with (blocks done, blocks in all). Raises what the first failing block raises;
     on an interrupt the blocks at work stop first.
     """
@@ -68,9 +70,10 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
         waiting.put(i)
     stop = threading.Event()
     begin = time.perf_counter()
+    limit = settings.total_limit if seconds is None else min(seconds, settings.total_limit)
 
     def share() -> OptionSettings:
-        left = max(0.0, settings.total_limit - (time.perf_counter() - begin))
+        left = max(0.0, limit - (time.perf_counter() - begin))
         return replace(settings, block_limit=min(settings.block_limit,
                                                  left * count / max(1, waiting.qsize())))
 
@@ -96,7 +99,7 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
             if isinstance(result, BaseException):
                 raise result
             results[i] = result
-            if store is not None:
+            if store is not None and (seconds is None or not result.timed_out):
                 store.store(graphs[i], settings, result)
             advance(i)
     finally:

@@ -39,7 +39,9 @@ class BudgetCallback(Callback):
         Args:
             budget: as for `rkmate.wrap`.
             module: the name of the part of the LightningModule whose calls are planned (``"net"``,
-                ``"model.encoder"``). Unless given: the attribute that has most of the parameters. What
+                ``"model.encoder"``; ``""`` is the LightningModule itself). Unless given: the attribute that
+                has nearly all of the parameters; else the LightningModule itself, whose calls in
+                ``training_step`` (``self(x)``) are planned, and otherwise those of its layers, by parts. What
                 ``training_step`` computes outside of it (the loss, often) is not planned: room is left
                 for it, as for `rkmate.wrap`.
             options: `rkmate.Options`, as for `rkmate.apply`.
@@ -67,7 +69,7 @@ class BudgetCallback(Callback):
             self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Any, pl_module: nn.Module) -> None:
-        name = largest_part(pl_module) if self._name is None else self._name
+        name = part_of(pl_module, trainer.world_size) if self._name is None else self._name
         try:
             self._module = pl_module.get_submodule(name)
         except AttributeError:
@@ -107,13 +109,24 @@ class BudgetCallback(Callback):
             self._module = self._log = None
 
 
-def largest_part(module: nn.Module) -> str:
-    """Return the name of the child that has most of a module's parameters. Raises `ArgumentError`: none has
-    half."""
+NEARLY_ALL = 0.9
+"""The share of the parameters that makes an attribute the part that is planned."""
+
+
+def part_of(module: nn.Module, ranks: int) -> str:
+    """Return the name of the part of a LightningModule that is planned.
+
+    That is the child with nearly all of the parameters; otherwise the module itself (an empty name). In a
+    process group of several ranks the child with most of them, as Lightning passes ``training_step`` through
+    the module's own call there. Raises `ArgumentError`: none has half.
+    """
     sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in module.named_children()}
     whole = sum(p.numel() for p in module.parameters())
-    name = max(sizes, key=sizes.__getitem__, default=None)
-    if name is None or 2 * sizes[name] < whole:
+    name = max(sizes, key=sizes.__getitem__, default="")
+    if ranks == 1:
+        single = not name or not any(True for _ in module.get_submodule(name).children())
+        return "" if single or sizes[name] < NEARLY_ALL * whole else name
+    if 2 * sizes.get(name, 0) < whole:
         raise ArgumentError(f"no attribute of {type(module).__name__} has most of its parameters: name the "
                             "part whose calls are planned (BudgetCallback(budget, module=...)). Its parts "
                             f"are {', '.join(sizes) or 'none'}")

@@ -19,7 +19,7 @@ from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
 from rkmate.graph.capture.operations import is_view
 from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.settings import MeasureSettings
-from rkmate.support.cache import read_json, write_json
+from rkmate.support.cache import keep_newest_once, read_json, write_json
 from rkmate.torch_seam.nodes import VALUE
 
 # -- Memories of costs -----------------------------------------------------------------------------
@@ -70,6 +70,7 @@ class CostMemory:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_json(self._folder / f"{key}.json", [c.row() for c in numbers])
+            keep_newest_once(self._folder)
         except OSError:
             return          # a folder that cannot be written costs time later, nothing else
 

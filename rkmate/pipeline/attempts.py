@@ -67,8 +67,8 @@ def attempted(prepared: Prepared, solved: Solved | None, method: Planner, limit:
     """Return what a planner finds within `limit` bytes. Finding nothing is a result, too.
 
     `solved`: may be None where the planner is a composed one and the whole step fits. `time_limit`:
-    seconds of planning, the settings' unless given. `known`: schedules found for other budgets; None at
-    the first one.
+    seconds of planning, what the settings leave unless given. `known`: schedules found for other budgets;
+    None at the first one.
     """
     if fits(prepared, method, limit):
         each_once = sum(c.time for c in prepared.graph.c)
@@ -77,8 +77,8 @@ def attempted(prepared: Prepared, solved: Solved | None, method: Planner, limit:
         return Attempt(plan_of(prepared, None, method.name, limit, outcome), "ok", outcome.note)
     assert solved is not None
     start = time.perf_counter()
-    seconds, calls = prepared.settings.planning_seconds if time_limit is None else time_limit, \
-        prepared.settings.calls
+    seconds = prepared.blocked.traced.seconds_left if time_limit is None else time_limit
+    calls = prepared.settings.calls
     if calls == 1:
         outcome = ask(method, solved.problem, limit, known=known, time_limit=seconds)
         found = found_in(solved.problem, outcome)
@@ -172,8 +172,10 @@ def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
     """
     if prepared.settings.calls != 1:
         return plan
-    start, graph = time.perf_counter(), prepared.graph
+    start, graph, until = time.perf_counter(), prepared.graph, prepared.blocked.traced.until
     seconds, spent = prepared.settings.planning_seconds, plan.stage_seconds.get("search", 0.0)
+    if not math.isinf(until):
+        seconds = until - start + spent
     if seconds is None and graph.link is not None:      # looking for copies may take as long as it is given
         seconds = spent + max(spent, prepared.settings.of_planner.offload_seconds)
     wide = tuple(i for i, c in enumerate(graph.c)

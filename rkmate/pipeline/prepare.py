@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import math
 import platform
 import time
 from collections import Counter
@@ -65,6 +66,10 @@ from rkmate.torch_seam.tensors import read_directly
 # Only the files of this package know the order of the stages. Each stage takes what the one before returns.
 
 
+LEAST_SECONDS = 0.1
+"""Seconds that a search gets if the capture has used up the time: for a first plan."""
+
+
 @dataclass(frozen=True, eq=False)
 class Traced:
     """A captured model: what every variant of its graph, every loss and every budget begin from."""
@@ -87,6 +92,25 @@ class Traced:
     """A description of what was captured, for people to read."""
     prefix: str = ""
     """What names of modules begin with in the capture, and not for the user."""
+    until: float = math.inf
+    """When planning should be over, by `time.perf_counter`; infinite where only its searches have a limit."""
+
+    def timed(self) -> Traced:
+        """Return a copy that is planned within ``planning_seconds``, which its capture counts to."""
+        seconds = self.settings.planning_seconds
+        return self if seconds is None else replace(self, until=time.perf_counter() + seconds - self.seconds)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time of planning is over."""
+        return time.perf_counter() >= self.until
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that a search may take, `LEAST_SECONDS` at least; None: as long as the planner likes."""
+        if math.isinf(self.until):
+            return self.settings.planning_seconds
+        return max(LEAST_SECONDS, self.until - time.perf_counter())
 
 
 @dataclass(frozen=True, eq=False)

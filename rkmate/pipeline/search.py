@@ -28,6 +28,7 @@ from rkmate.pipeline.attempts import (
     plan_of,
     with_larger_tiles,
 )
+from rkmate.pipeline.plans_on_disk import place_of, recall, remember
 from rkmate.pipeline.prepare import (
     Blocked,
     Prepared,
@@ -91,6 +92,7 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
         PlanningTimeout: its time was over before it found one.
         ArgumentError: it has no schedule for this model at any budget.
     """
+    traced = traced.timed()
     blocked = block(traced)
     blocks = {blocked.variant: blocked}
     refuse_unmeasured(blocks, budget, find_planner(planner, traced.settings.of_planner))
@@ -115,17 +117,27 @@ def plan_prepared(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Pla
 
 def _compared(prepared: Prepared, limit: int, planner: str,
               blocks: Mapping[Variant, Blocked] = MappingProxyType({})) -> Planned:
-    """Compare the variants' plans. `blocks`: variants that were cut into blocks before."""
+    """Compare the variants' plans; an earlier process may have done so. `blocks`: variants that were cut into
+    blocks before."""
     blocked, traced = prepared.blocked, prepared.blocked.traced
     method = find_planner(planner, traced.settings.of_planner)
+    place = None if fits(prepared, method, limit) else place_of(prepared, limit, method.name)
+    known = None if place is None else recall(place, prepared, limit, method.name, blocks)
+    if known is not None:
+        warn_of(known[0].prepared, known[1])
+        return known[0]
     taken: Planned | None = None
     before: Plan | None = None
     refused: list[Refused] = []
+    late: list[str] = []
     spent = {blocked.variant: sum(prepared.stage_seconds.values()) - traced.seconds}
     for variant in (blocked.variant, *others(traced.settings, blocked.concerned)):
         start, here = time.perf_counter(), prepared
         if variant is not blocked.variant:
             if taken is not None and not _may_win(taken.plan, prepared, limit, variant):
+                continue
+            if taken is not None and traced.is_late:
+                late.append(variant.name)
                 continue
             cut = blocks.get(variant) or block(traced, variant)
             lean = refused_as_it_is(cut, method, limit) if taken is None else None
@@ -149,8 +161,13 @@ def _compared(prepared: Prepared, limit: int, planner: str,
     plan = _against(taken.plan, before, prepared)
     if len(spent) > 1:
         plan = replace(plan, stage_seconds={**plan.stage_seconds, "other variants": rest})
-    warn_of(taken.prepared, _reason(taken.plan, before))
-    return replace(taken, plan=plan)
+    if late:
+        plan = replace(plan, note=f"{plan.note}; planning_seconds left no time for {', '.join(late)}")
+    taken, reason = replace(taken, plan=plan), _reason(taken.plan, before)
+    warn_of(taken.prepared, reason)
+    if place is not None:
+        remember(place, taken, reason)
+    return taken
 
 
 def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bool:
@@ -338,13 +355,13 @@ class _LargerTiles:
 def _whole_or_searched(prepared: Prepared, method: Planner, limit: int, time_limit: float | None = None,
                        solver: Callable[[Prepared], Solved] | None = None) -> Planned | Refused:
     """Plan with the smallest-memory kernel of each computation. If a composed planner's budget holds the
-    whole step, or is clearly too small, no integer program is solved. `time_limit`: seconds; the settings' by
-    default. `solver`: `solve` by default."""
+    whole step, or is clearly too small, no integer program is solved. `time_limit`: seconds; what the
+    settings leave by default. `solver`: `solve` by default."""
     whole = fits(prepared, method, limit)
     at_once = None if whole else refused_at_once(prepared, method, limit)
     if at_once is not None:
         return at_once
-    seconds = prepared.settings.planning_seconds if time_limit is None else time_limit
+    seconds = prepared.blocked.traced.seconds_left if time_limit is None else time_limit
     sent = None if whole else sent_whole(prepared, method, limit, seconds)
     if sent is not None:
         return Planned(plan_of(prepared, None, method.name, limit, sent), prepared, said=sent.note)

@@ -98,8 +98,11 @@ class Settings:
     slots: int | None = None
     """Memory slots of the default planner's dynamic program; None: the value in `planner`."""
     planning_seconds: float | None = None
-    """Time limit, in seconds, of a planner that can stop early (the integer programs on the whole graph,
-    ``auto``, ``dtr``). None: the planner's own limit."""
+    """Time limit of planning, in seconds, the capture and measuring included. Stages that can stop early get
+    what is left: the options of blocks half of it, then the planner's search (the integer programs on the
+    whole graph, ``auto``, ``dtr``), larger tiles and other variants of the graph. If the capture alone takes
+    longer, the first plan within the budget is taken. On a curve, the search for each budget gets this many
+    seconds. None: each stage has its own limit."""
     chunked_loss: When = "auto"
     """When to compute the last product and its cross entropy a few rows at a time. ``"auto"``: if the whole
     step does not fit, and either this is faster by more than a percent of the step or nothing else meets the
@@ -144,11 +147,12 @@ class Settings:
     ``"auto"``: submodules that cannot be traced. A call of such a submodule is one operation, which keeps its
     inputs and runs again in the backward. Its temporary memory is that for the sample's values."""
     parts: Literal["auto", "never"] | tuple[str, ...] | None = None
-    """How `rkmate.apply` continues if a model cannot be planned as a whole (it has no static graph, or it is
-    trained through other methods than its forward). ``"auto"``: it plans the submodules that can be planned,
-    which share the budget; the rest runs as it is ([by parts](recipes.md#by-parts)). ``"never"``: an error.
-    Names or patterns (``("encoder.layers.*",)``): it plans these submodules, and not the model as a whole.
-    None: ``"auto"``. Other calls plan whole models only."""
+    """How `rkmate.apply` and `rkmate.wrap` continue if a model cannot be planned as a whole (it has no static
+    graph, or it is trained through other methods than its forward). ``"auto"``: they plan the submodules that
+    can be planned, which share the budget; the rest runs as it is ([by parts](recipes.md#by-parts)).
+    ``"never"``: an error. Names or patterns (``("encoder.layers.*",)``): they plan these submodules, and not
+    the model as a whole. None: ``"auto"`` for `apply`, ``"never"`` for `wrap`. Other calls plan whole models
+    only."""
     pins: Mapping[str, Wish] = field(default_factory=dict, hash=False)
     """Wishes by names of modules, or patterns: ``{"encoder.layers.*.attn": "keep", "encoder.layers.*.mlp":
     "recompute"}``. ``"keep"``: what the module's forward leaves for the backward is never computed again.

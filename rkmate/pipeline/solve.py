@@ -3,6 +3,7 @@ summary of the graph that a plan carries."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,10 +74,11 @@ def solve_with(prepared: Prepared, sets: Sequence[OptionSet]) -> Problem:
 
 
 def options_of(prepared: Prepared) -> tuple[OptionSet, ...]:
-    """Return the options of the blocks of each class."""
-    graphs = prepared.class_graphs
-    with prepared.blocked.traced.progress.stage("solving blocks", len(graphs)) as tick:
-        return tuple(solve_options(graphs, prepared.settings.options,
+    """Return the options of the blocks of each class. They take at most half of the time that is left."""
+    graphs, traced = prepared.class_graphs, prepared.blocked.traced
+    seconds = None if math.isinf(traced.until) else max(0.0, traced.until - time.perf_counter()) / 2
+    with traced.progress.stage("solving blocks", len(graphs)) as tick:
+        return tuple(solve_options(graphs, prepared.settings.options, seconds=seconds,
                                    on_progress=lambda done, total: tick(done)))
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from rkmate.budget import Budget
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
-from rkmate.graph.capture.refusals import refuse_data_parallelism
+from rkmate.graph.capture.refusals import flags_to_plan, refuse_data_parallelism
 from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
 from rkmate.runtime.parts import LARGE, Parts, Watch, take_watch_from
 from rkmate.runtime.plan_cache import (
@@ -130,6 +130,7 @@ class _Planned(PlannedModule):
     """The planned part of a module that `apply` has changed: its call, or its forward alone."""
 
     _FIELDS = PlannedModule._FIELDS | {"_run", "_refused", "first_step"}
+    _has_class_of_original = False
     _run: Callable[..., Any]
     _refused: Refused | None
     """Decides what happens to a call that cannot be planned; None: its error is raised."""
@@ -138,7 +139,7 @@ class _Planned(PlannedModule):
 
     def __init__(self, model: nn.Module, run: Callable[..., Any], planning: Planning, verify: bool,
                  on_new_shape: NewShape, refused: Refused | None = None,
-                 plans: tuple[Prototype, ...] = ()) -> None:
+                 plans: tuple[Plan | Prototype, ...] = ()) -> None:
         super().__init__(model, planning, verify, on_new_shape, plans)
         self.__dict__.update(_run=run, _refused=refused, first_step=None)
 
@@ -177,7 +178,7 @@ class PlannedCall:
     """Distinguishes this call from a compiled call."""
 
     def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape,
-                 refused: Refused | None = None, plans: tuple[Prototype, ...] = (),
+                 refused: Refused | None = None, plans: tuple[Plan | Prototype, ...] = (),
                  parts: Parts | None = None) -> None:
         self._model = model
         self._own = model.__dict__.get("forward")
@@ -243,6 +244,22 @@ class PlannedCall:
         measured."""
         return self.whole.first_step or (self._forward.first_step if self._forward is not None else None)
 
+    def plan_now(self, training: bool | None, args: tuple[Any, ...], kwargs: dict[str, Any],
+                 plan: Plan | None) -> None:
+        """Plan a sample call as a whole, unless that is left to the first step: by parts. The module is left
+        as it was where an error is raised."""
+        if self.parts is not None and self.parts.named:
+            return
+        try:
+            with flags_to_plan(self._model, training):
+                self.whole.plan_for(args, kwargs, plan)
+        except BaseException as error:
+            if plan is None and isinstance(error, CaptureError) and self.parts is not None and \
+                    self.parts.instead(error):
+                return
+            take_plan_from(self._model)
+            raise
+
     def take_away(self) -> None:
         """Leave the module as it was."""
         if self.parts is not None:
@@ -302,7 +319,7 @@ def _entered() -> list[_Planned]:
 
 
 def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape,
-                  refused: Refused | None = None, plans: tuple[Prototype, ...] = ()) -> PlannedCall:
+                  refused: Refused | None = None, plans: tuple[Plan | Prototype, ...] = ()) -> PlannedCall:
     """Replace the call and the forward of a module by planned ones. A plan is made at the first call that
     records gradients; where the settings say so, plans for parts of the module.
 
@@ -371,6 +388,57 @@ def _naming(model: nn.Module, layer: nn.Module) -> Refused:
         return False
 
     return told
+
+
+class PlannedInside(PlannedModule):
+    """A wrapped module whose original follows plans, by parts where it cannot be planned as a whole. Made by
+    `rkmate.wrap` with ``Settings(parts=...)``."""
+
+    def _set_up(self, planning: Planning, *made_with: Any) -> None:
+        super()._set_up(planning, *made_with)
+        saved, verify, on_new_shape = made_with[:3]
+        put_plan_into(self._original, planning, verify, on_new_shape, plans=saved)
+
+    def _made_with(self) -> tuple[Any, ...]:
+        planning, _, *others = super()._made_with()
+        inside = self._inside
+        return planning, tuple(() if inside is None else inside.whole._plans.all()), *others
+
+    @property
+    def _inside(self) -> PlannedCall | None:
+        return planned_call_of(self._original)
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether the module as a whole has a plan."""
+        return self._inside is not None and self._inside.latest.has_plan
+
+    @property
+    def plan(self) -> Plan:
+        """The latest plan of the module as a whole."""
+        inside = self._inside
+        if inside is None or (inside.parts is not None and inside.parts.active and not self.has_plan):
+            raise ArgumentError("there is no plan of the whole: the module is planned by parts, and "
+                                "rkmate.applied(part).plan is the plan of a part")
+        return inside.latest.plan
+
+    def extra_repr(self) -> str:
+        """Return the plan in one line."""
+        return repr(self.plan) if self.has_plan else "no plan of the whole"
+
+    def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run_original(args, kwargs)
+
+
+def wrapped_by_parts(model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape,
+                     training: bool | None, args: tuple[Any, ...], kwargs: dict[str, Any],
+                     plan: Plan | None) -> PlannedModule:
+    """Return a wrapped module that is planned as a whole where that is possible, and by parts otherwise."""
+    module = PlannedInside(model, planning, verify, on_new_shape)
+    planned = planned_call_of(model)
+    assert planned is not None
+    planned.plan_now(training, args, kwargs, plan)
+    return module
 
 
 def _sharing(planning: Planning) -> Planning:

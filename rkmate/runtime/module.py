@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Iterable, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -100,6 +100,8 @@ class PlannedModule(StandIn):
 
     _FIELDS = frozenset(("_plans", "_latest", "_reader", "_told", "_unplanned", "_verify", "_on_new_shape",
                          "_planned_forward", "_lengths"))
+    _has_class_of_original: ClassVar[bool] = True
+    """Whether its class has a forward with the signature of the original's class."""
     _plans: PlanCache
     _latest: Executable | None
     _reader: ModuleReader
@@ -129,8 +131,9 @@ class PlannedModule(StandIn):
 
     def _set_up(self, planning: Planning, saved: tuple[Plan | Prototype, ...], verify: bool,
                 on_new_shape: NewShape, lengths: Lengths | None = None) -> None:
-        if type(self) is PlannedModule:
-            object.__setattr__(self, "__class__", _class_for(type(self._original)))  # type: ignore[arg-type]
+        if self._has_class_of_original and "_made_for" not in vars(type(self)):
+            kinds: Any = type(self._original), type(self)
+            object.__setattr__(self, "__class__", _class_for(*kinds))
         forward = MethodType(_with_signature_of(self._original), self)
         self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
                              _on_new_shape=on_new_shape, _told=set(), _unplanned=set(), _latest=None,
@@ -335,12 +338,12 @@ def _with_signature_of(model: nn.Module | type[nn.Module]) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _class_for(kind: type[nn.Module]) -> type[PlannedModule]:
+def _class_for(kind: type[nn.Module], base: type[PlannedModule]) -> type[PlannedModule]:
     """Return a class whose `forward` has the signature of the original's class, where trainers look for the
-    names of labels. A pickle names `PlannedModule` instead."""
-    return type(f"Planned{kind.__name__}", (PlannedModule,), {
-        "forward": _with_signature_of(kind), "__doc__": PlannedModule.__doc__,
-        "__module__": PlannedModule.__module__, "_made_for": kind})
+    names of labels. A pickle names its base instead."""
+    return type(f"Planned{kind.__name__}", (base,), {
+        "forward": _with_signature_of(kind), "__doc__": base.__doc__,
+        "__module__": base.__module__, "_made_for": kind})
 
 
 def _uncompiled(module: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from math import ceil
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.pipeline.attempts import Planned
 from rkmate.pipeline.part_plans import PartWays, ways_of, with_terms
 from rkmate.pipeline.prepare import Traced, trace
-from rkmate.planners.several_calls import Item, share_out, smallest_limit
+from rkmate.planners.several_calls import Item, Way, share_out, smallest_limit
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.observed_step import ObservedStep, PartCall
 from rkmate.runtime.plan_cache import Planning, Prototype
@@ -45,6 +46,8 @@ logger = logging.getLogger("rkmate")
 
 WORTH = 0.02
 """The share of what a step keeps for the backward that a kind of part has to keep, to be planned."""
+ABOUT = 0.05
+"""The share of its bytes by which a call may differ from another one of about the same size."""
 LARGE = (nn.RNNBase, nn.MultiheadAttention)
 """Modules of torch that are more than an operation, though they may call no submodule."""
 
@@ -121,6 +124,14 @@ class Kind:
     def saved(self) -> int:
         """Bytes that its calls have saved."""
         return sum(call.saved for _, call in self.calls)
+
+    def size_of(self, module: nn.Module) -> float:
+        """What a call of a submodule saves on average, next to the call that was captured; 1 where both are
+        about as large, and for a submodule that was not called."""
+        mine = [call.saved for m, call in self.calls if m is module]
+        captured = next((call.saved for m, call in self.calls if self.call and m is self.call[0]), 0)
+        size = sum(mine) / len(mine) / captured if mine and captured else 1.0
+        return size if abs(size - 1) > ABOUT else 1.0
 
     @property
     def shared(self) -> frozenset[int]:
@@ -343,10 +354,15 @@ class Parts:
         budget = self._planning.budget.of(step.peak)
         items: list[Item] = []
         places: list[tuple[Kind, nn.Module]] = []
-        for kind in kinds:
-            ways = self._ways(kind, budget, (budget - beside) / max(1, sum(k.saved for k in kinds)))
-            for module, calls in self._modules_of(kind, kinds):
-                items.append(Item(ways.ways, calls))
+        modules = [self._modules_of(kind, kinds) for kind in kinds]
+        whole = sum(round(k.saved / len(k.calls) * sum(calls for _, calls in found))
+                    for k, found in zip(kinds, modules, strict=True))
+        """Bytes that all calls save, also those that were left out of the step."""
+        most = step.peak + whole - sum(k.saved for k in kinds)
+        for kind, found in zip(kinds, modules, strict=True):
+            ways = self._ways(kind, budget, (budget - beside) / max(1, whole))
+            for module, calls in found:
+                items.append(Item(scaled(ways.ways, kind.size_of(module)), calls))
                 places.append((kind, module))
                 if calls > 1:                   # their gradients are added up, and wait for the last call's
                     beside += sum(p.nbytes for p in module.parameters() if p.requires_grad)
@@ -359,16 +375,17 @@ class Parts:
         choice = share_out(items, budget - beside, alone - beside)
         least = max(early, smallest_limit(items, alone - beside) + beside)
         if choice is None or early > budget:
-            if step.peak <= budget:
+            if most <= budget:
                 self._is_planned = True
                 logger.warning("%s needs no plans: a step takes about %s bytes as it is, and the budget is "
-                               "%s", type(self._model).__name__, f"{step.peak:,}", f"{budget:,}")
+                               "%s", type(self._model).__name__, f"{most:,}", f"{budget:,}")
                 return
+            least = min(least, most)                # which it takes as it is
             raise InfeasibleBudget(
                 f"{type(self._model).__name__} is planned by parts, and no schedules of them fit in "
                 f"{budget:,} bytes: the rest of the step takes {max(alone, early):,}, and the smallest "
-                f"budget that can be met is {least:,} bytes ({least / max(1, step.peak):.0%} of its own peak "
-                f"of about {step.peak:,} bytes)", least)
+                f"budget that can be met is {least:,} bytes ({least / max(1, most):.0%} of its own peak "
+                f"of about {most:,} bytes)", least)
         taken = beside + choice.saved + max(choice.extra, alone - beside)
         plans: dict[tuple[int, int], Planned] = {}
         for (kind, module), number in zip(places, choice.ways, strict=True):
@@ -435,7 +452,10 @@ class Parts:
             settings = replace(settings, offload=settings.offload.part(1, calls))
         take_watch_from(module)
         assert kind.call is not None
-        self._put(module, replace(self._planning, budget=Budget(bytes=planned.plan.budget_bytes + left),
+        room = planned.plan.budget_bytes - extra
+        if (size := kind.size_of(module)) < 1:      # its calls are smaller than the one that was captured
+            room = int(room * size)
+        self._put(module, replace(self._planning, budget=Budget(bytes=room + extra + left),
                                   settings=settings, shared_inputs=kind.known_shared, counts_calls=False,
                                   calls_at_once=sum(m is module for m, _ in kind.calls)),
                   Prototype(*kind.call, replace(traced, tensors={}), planned), self._refused)
@@ -526,6 +546,12 @@ class _Before:
                     buffer.copy_(value)
         self._draws.restore()
         self._host.restore()
+
+
+def scaled(ways: Sequence[Way], size: float) -> Sequence[Way]:
+    """The figures of schedules for calls of another size."""
+    return ways if size == 1 else [Way(w.seconds * size, ceil(w.saved * size), ceil(w.extra * size))
+                                   for w in ways]
 
 
 def kind_key(module: nn.Module) -> object:

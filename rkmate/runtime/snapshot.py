@@ -21,7 +21,14 @@ from rkmate.errors import ArgumentError
 from rkmate.graph.capture.state import MISSING, Assigned
 from rkmate.torch_seam.compiler import TensorGuards, dict_version
 from rkmate.torch_seam.containers import attributes_in
-from rkmate.torch_seam.modules import BUFFERS, HOOK_KINDS, PARAMETERS, SUBMODULES, forward_pre_hooks_of
+from rkmate.torch_seam.modules import (
+    BUFFERS,
+    HOOK_KINDS,
+    HOOKED,
+    PARAMETERS,
+    SUBMODULES,
+    forward_pre_hooks_of,
+)
 from rkmate.torch_seam.patches.libraries import weight_made_by
 from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
 
@@ -160,7 +167,7 @@ def _says_what_it_equals(value: Any) -> bool:
 
 _OPEN = (dict, list, set, ModuleType)
 """Types that can change without a trace of it, and that are too large to compare at every call."""
-_SKIPPED = {"training", "_is_full_backward_hook", "_is_hf_initialized"}
+_SKIPPED = {"training", HOOKED, "_is_hf_initialized"}
 _WRITTEN_BY_SAVING = {"architectures", "dtype"}
 """Attributes that `save_pretrained` of transformers writes into a configuration: they describe the file."""
 _LISTS = {"merged_adapters", "_active_adapter"}

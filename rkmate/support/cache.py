@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import sys
@@ -25,6 +27,10 @@ def cache_folder() -> Path:
         return Path.home() / "Library" / "Caches" / "rkmate"
     xdg = os.environ.get("XDG_CACHE_HOME")
     return (Path(xdg) if xdg else Path.home() / ".cache") / "rkmate"
+
+
+MOST_BYTES = 64 << 20
+"""Bytes that the files of one kind may take."""
 
 
 # -- JSON files that appear whole or not at all, whoever else writes them --------------------------
@@ -53,11 +59,37 @@ def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
 
 def read_json(path: Path) -> Any:
     """Return a file's content; None where there is none. Warns about a file that is no JSON, and counts it as
-    none."""
+    none. The file counts as used (`keep_newest`)."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return json.loads(text)
     except OSError:
         return None
     except ValueError as error:
         warn(f"{path} is broken and will not be used ({error})")
         return None
+
+
+def keep_newest(folder: Path, most_bytes: int = MOST_BYTES) -> None:
+    """Delete the files of a folder that were used longest ago, if all together take more than `most_bytes`,
+    until a quarter of that is free. Other processes may write to the folder, or do the same, meanwhile."""
+    found = []
+    with os.scandir(folder) as files:
+        for file in files:
+            with contextlib.suppress(OSError):      # another process has deleted it
+                found.append((file.stat().st_mtime_ns, file.stat().st_size, file.path))
+    total = sum(size for _, size, _ in found)
+    if total <= most_bytes:
+        return
+    for _, size, path in sorted(found):
+        if total <= most_bytes * 3 // 4:
+            break
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        total -= size
+
+
+keep_newest_once = functools.cache(keep_newest)
+"""`keep_newest`, once a process for each folder: for files of a few kilobytes."""

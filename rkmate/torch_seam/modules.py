@@ -17,6 +17,8 @@ HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_
          "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
          "_backward_pre_hooks")
 """Names of a module's dictionaries of hooks, and of what is known about hooks."""
+HOOKED = "_is_full_backward_hook"
+"""Name of the attribute that a module gets with its first backward hook."""
 REGISTRIES = (BUFFERS, SUBMODULES, PARAMETERS, *HOOKS)
 """Names of all dictionaries in which a module registers something."""
 WEIGHT_LISTS = ("_all_weights", "_flat_weight_refs", "_flat_weights", "_flat_weights_names")

@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors as D
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import _lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rkmate.torch_seam import nodes
@@ -92,6 +93,12 @@ def export_joint(program: nn.Module, tensors: Sequence[torch.Tensor],
 def load() -> None:
     """Import what `export_joint` needs: seconds, with torch._dynamo."""
     importlib.import_module("torch._functorch.aot_autograd")
+
+
+def graphs_without_code() -> AbstractContextManager[None]:
+    """Let torch write the Python of a traced graph when the graph is called, and not each time that a step of
+    the trace has changed it: most are never called."""
+    return _lazy_graph_module._use_lazy_graph_module(True)
 
 
 # -- modes that are active ---------------------------------------------------------------------

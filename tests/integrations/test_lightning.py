@@ -15,7 +15,8 @@ import rkmate
 from tests.semantics.steps import Tower
 
 lightning = pytest.importorskip("lightning")
-BudgetCallback = pytest.importorskip("rkmate.integrations.lightning").BudgetCallback
+integration = pytest.importorskip("rkmate.integrations.lightning")
+BudgetCallback, part_of = integration.BudgetCallback, integration.part_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning",
                                         "ignore::DeprecationWarning", "error::rkmate.RkmateWarning")
@@ -121,4 +122,37 @@ def test_a_part_that_is_not_there(tmp_path: Path) -> None:
     even.net = nn.Linear(4, 4)
     even.third = nn.Linear(4, 4)
     with pytest.raises(rkmate.ArgumentError, match="no attribute of Task has most of its parameters"):
-        fit(even, tmp_path, budget())
+        part_of(even, ranks=2)
+    assert (part_of(even, ranks=1), part_of(task(), ranks=1)) == ("", "net")
+
+
+class Layers(Task):
+    """Its layers are attributes."""
+
+    def __init__(self, own_call: bool) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 96)
+        self.encoder = nn.Sequential(nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+        self.decoder = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 16))
+        self.own_call = own_call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.decoder(self.encoder(torch.tanh(self.net(x))))
+        return out
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        loss = (self(batch[0]) if self.own_call else self.forward(batch[0])).pow(2).mean()
+        self.seen.append([n for n, m in self.named_modules() if (shown := rkmate.applied(m)) is not None
+                          and shown.has_plan])
+        return loss  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("own_call", [True, False])
+def test_a_module_whose_layers_are_attributes_is_planned_itself(own_call: bool, tmp_path: Path) -> None:
+    found, plain = Layers(own_call), Layers(own_call)
+    plain.load_state_dict(found.state_dict())
+    fit(found, tmp_path, budget())
+    assert found.seen == [[""]] * 3
+    assert rkmate.applied(found) is None, "afterwards it is as it was"
+    fit(plain, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), plain.parameters(), strict=True))

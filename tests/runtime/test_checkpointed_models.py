@@ -37,6 +37,23 @@ class Net(nn.Module):
         return x.square().mean()
 
 
+class Reading(nn.Module):
+    """Layers that read one tensor twice each, as the cross-attention of a decoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(64, 64) for _ in range(2)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        read = x = torch.tanh(self.first(x))
+        for keys, values in self.layers:    # type: ignore[misc]
+            x = checkpoint(lambda x, m, k=keys, v=values: x * torch.sigmoid(k(m)) + v(m), x, read,
+                           use_reentrant=True)
+        return x.square().mean()
+
+
 def step(module: nn.Module) -> None:
     torch.manual_seed(3)
     module(X).backward()
@@ -70,6 +87,12 @@ def test_the_step_is_that_of_the_model_as_it_checkpoints(reentrant: bool, fracti
     model, wrapped = Net(reentrant), planned(reentrant, fraction_of)
     assert all(map(torch.equal, bits(model), bits(wrapped)))
     assert measure_step(wrapped, lambda: step(wrapped)).peak <= wrapped.plan.budget_bytes
+
+
+def test_a_gradient_is_added_up_inside_of_a_reentrant_region_first() -> None:
+    settings = rkmate.Settings(costs="analytic", fraction_of="plain")
+    wrapped = rkmate.wrap(Reading(), (X,), budget=0.9, progress=False, settings=settings)
+    assert all(map(torch.equal, bits(wrapped), bits(Reading())))
 
 
 def test_the_plan_says_what_it_takes_the_place_of() -> None:
@@ -148,3 +171,23 @@ def test_its_step_is_simulated_once_for_a_plan(monkeypatch: pytest.MonkeyPatch) 
         plan = rkmate.plan(Net(False), (X,), budget=1.0, progress=False,
                            settings=rkmate.Settings(costs="analytic", fraction_of=fraction_of))
         assert "4 regions" in plan.note and asked == ["again"]
+
+
+class Hooking(Net):
+    """Hooks its layers in each forward, and refuses a second one before the backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if layer.__dict__.get("open"):
+                raise ValueError("several forwards before a backward")
+            layer.__dict__["open"] = [layer.register_full_backward_hook(
+                lambda m, *grads: m.__dict__.pop("open").pop().remove())]
+        return super().forward(x)
+
+
+def test_a_forward_that_hooks_its_layers_is_refused_with_the_reason() -> None:
+    model = Hooking(False)
+    with pytest.raises(rkmate.CaptureError, match=r"registers backward hooks .*gradient_checkpointing"):
+        rkmate.wrap(model, (X,), budget=0.9, progress=False)
+    assert not any(m._backward_hooks or "open" in m.__dict__ for m in model.modules())
+    assert all(map(torch.equal, bits(model), bits(Net(False)))), "it trains as before"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import logging
 from collections.abc import Callable
@@ -219,6 +220,44 @@ def test_an_unused_branch_is_planned_when_it_is_used() -> None:
     assert planned_parts(model) == ["left", "right"]
 
 
+def test_room_is_left_for_layers_that_the_observed_step_left_out() -> None:
+    model = Stack([Layer() for _ in range(6)], drop=0.3)
+    plain = copy.deepcopy(model)
+    peaks = {seed: peak(copy.deepcopy(plain), plainly, seed) for seed in range(12)}
+    seeds = sorted(peaks, key=peaks.__getitem__)
+    seeds = [s for s in seeds if peaks[s] > 0.45 * peaks[seeds[-1]]]
+    budget = int(1.02 * peaks[seeds[0]])            # the step that leaves out most would fit as it is
+    assert budget < 0.9 * peaks[seeds[-1]]
+    applied(model, budget)
+    for seed in seeds[:2]:
+        train(model, plainly, seed)
+    assert planned_parts(model)
+    assert max(peak(model, plainly, seed) for seed in seeds) <= budget
+
+
+class Slices(Stack):
+    """Layers that are called with more or fewer rows."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        for k, layer in enumerate(self.layers):
+            rows = len(x) >> k
+            x = torch.cat([layer(x[:rows]), x[rows:]])
+            if not torch.isfinite(x).all():
+                x = x.clamp(-1, 1)
+        return F.cross_entropy(self.head(x), y)
+
+
+def test_calls_of_other_sizes_count_as_what_they_save() -> None:
+    model = Slices([Layer() for _ in range(4)])
+    plain = copy.deepcopy(model)
+    budget = int(0.8 * peak(copy.deepcopy(plain), plainly, 0))
+    applied(model, budget)
+    same_steps(plain, model, plainly)
+    assert planned_parts(model) == [f"layers.{k}" for k in range(4)]
+    assert peak(model, plainly, 0) <= budget
+
+
 def test_everything_is_taken_away_again() -> None:
     model = Stack([Layer() for _ in range(4)], drop=0.3)
     keys, before = list(model.state_dict()), {n: dict(m.__dict__) for n, m in model.named_modules()}
@@ -297,10 +336,39 @@ def test_named_parts_and_never() -> None:
 
 def test_wrap_names_the_way_out() -> None:
     model = Stack([Layer()], drop=0.3)
-    with pytest.raises(rkmate.CaptureError, match=r"rkmate.apply\(model, budget=...\) plans the parts"):
+    with pytest.raises(rkmate.CaptureError, match=r'settings=rkmate.Settings\(parts="auto"\), plans'):
         rkmate.wrap(model, (X, Y), budget=0.8, progress=False)
-    with pytest.raises(rkmate.ArgumentError, match="plans by parts, inside"):
-        rkmate.wrap(model, (X, Y), budget=0.8, settings=rkmate.Settings(parts="auto"), progress=False)
+    with pytest.raises(rkmate.ArgumentError, match="RunSettings has lengths"):
+        rkmate.wrap(model, (X, Y), budget=0.8, progress=False, settings=rkmate.Settings(
+            parts="auto", run=rkmate.RunSettings(lengths=(64, 128))))
+
+
+BY_PARTS = options_of(costs="analytic", progress=False, parts="auto")
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["itself", "copy"])
+def test_a_wrapped_module_is_planned_by_parts(copied: bool) -> None:
+    model = Stack([Layer(), Layer(), Looking(), Layer()])
+    plain = copy.deepcopy(model)
+    whole = max(peak(copy.deepcopy(plain), plainly, seed) for seed in range(3))
+    wrapped: Any = rkmate.wrap(model, (X, Y), budget=int(0.7 * whole), **BY_PARTS)
+    wrapped = copy.deepcopy(wrapped) if copied else wrapped
+    assert list(inspect.signature(type(wrapped).forward).parameters) == ["self", "x", "y"]
+    same_steps(plain, wrapped, plainly)
+    assert planned_parts(wrapped) == ["layers.0", "layers.1", "layers.3"]
+    assert not wrapped.has_plan
+    with pytest.raises(rkmate.ArgumentError, match="planned by parts"):
+        _ = wrapped.plan
+    assert max(peak(wrapped, plainly, seed) for seed in range(3)) <= int(0.7 * whole)
+
+
+def test_a_wrapped_module_told_of_parts_is_planned_as_a_whole_where_it_can_be() -> None:
+    model = Stack([Layer() for _ in range(4)])
+    plain = copy.deepcopy(model)
+    wrapped = rkmate.wrap(model, (X, Y), budget=0.7, **BY_PARTS)
+    assert wrapped.has_plan and wrapped.plan.peak_bytes <= wrapped.plan.budget_bytes
+    same_steps(plain, wrapped, plainly)
+    assert planned_parts(wrapped.original) == []
 
 
 def test_room_is_shared_out_by_what_gains_most() -> None:

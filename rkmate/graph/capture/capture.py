@@ -42,13 +42,13 @@ from rkmate.graph.capture.values import (
     is_stopped_by_values,
 )
 from rkmate.torch_seam.containers import pytree, tensors_in
-from rkmate.torch_seam.modules import buffers_of
+from rkmate.torch_seam.modules import HOOKED, buffers_of
 from rkmate.torch_seam.nodes import VALUE, descriptor
 from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError, noting_inner_gradients
 from rkmate.torch_seam.patches.features import INNER, check_once
 from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW
 from rkmate.torch_seam.tensors import FakeTensor, storage_id
-from rkmate.torch_seam.trace import Role, export_joint, load, quiet, role_of
+from rkmate.torch_seam.trace import Role, export_joint, graphs_without_code, load, quiet, role_of
 from rkmate.torch_seam.versions import is_off
 
 # -- A captured step -------------------------------------------------------------------------------
@@ -191,14 +191,14 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         return _of_one_call(model, args, kwargs)
     except _NotRepeated as error:
         if error.learns or any(devices.of(t).elsewhere is not None for t in model.parameters()):
-            raise
+            raise CaptureError(str(error)) from None
         before = PythonState(model)
         try:
             _complete(model, args, kwargs)
             return _of_one_call(model, args, kwargs)
-        except CaptureError:
+        except Exception:               # a model may refuse a second forward before a backward
             before.restore()
-            raise error from None
+            raise CaptureError(str(error)) from None
 
 
 def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -211,11 +211,13 @@ def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for _ in range(2):
         with unchanged_random_state(*devices.in_use()), torch.no_grad():
             given, named = structure.fill([t.detach().clone() for t in tensors])
-            results.append(take_apart(model(*given, **named), result=True)[0])
-            for name, t, value in before:
-                if t.shape != value.shape:
-                    raise CaptureError(resizes(model, name))
-                t.copy_(value)
+            try:
+                results.append(take_apart(model(*given, **named), result=True)[0])
+            finally:
+                for name, t, value in before:
+                    if t.shape != value.shape:
+                        raise CaptureError(resizes(model, name))
+                    t.copy_(value)
     if len(results[0]) != len(results[1]) or not all(map(torch.equal, *results)):
         raise CaptureError("a second call returns something else")
 
@@ -246,9 +248,14 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         effects = _repeated(result, model, args, kwargs, start, assigned) if assigned else result.effects
         if effects is None:
             names = ", ".join(dict.fromkeys(a.path for a in assigned[:5]))
-            error = _NotRepeated(
-                f"{type(model).__name__}: the forward assigns {names}; a captured step would not "
-                "repeat that. Keep such state in a buffer (register_buffer), or return it.")
+            what, instead = f"assigns {names}", "Keep such state in a buffer (register_buffer), or return it."
+            if any(a.name == HOOKED for a in assigned):
+                what = f"registers backward hooks on its modules ({names})"
+                instead = ("Hook parameters or outputs instead. Libraries do so for their own gradient "
+                           "checkpointing, which a plan replaces: switch it off "
+                           "(model.gradient_checkpointing_disable())")
+            error = _NotRepeated(f"{type(model).__name__}: the forward {what}; a captured step would not "
+                                 f"repeat that. {instead}")
             error.learns = any(t.requires_grad for a in assigned for t in tensors_in(a.new))
             raise error
         # What only the first forward assigns is assigned now; in a module it may say that hooks were added.
@@ -346,7 +353,7 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     tensors = [t if all(t is not u for u in given[:k]) else
                t.detach().requires_grad_(t.requires_grad) for k, t in enumerate(given)]
     with unchanged_random_state(*devices.in_use()), warnings.catch_warnings(), torch.inference_mode(False), \
-            torch.enable_grad(), quiet(), repaired("trace", model):
+            torch.enable_grad(), quiet(), graphs_without_code(), repaired("trace", model):
         warnings.simplefilter("ignore")
         flat = flat_module(model, inputs, PythonState(model))
         program = None

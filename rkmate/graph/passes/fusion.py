@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx
 
@@ -171,6 +170,9 @@ def computed_again(joint: Joint, fused: Collection[fx.Node], reads: Reads) -> se
         if len(below[node]) > MOST_AGAIN:
             del below[node]
     cheap.intersection_update(below)
+    # The import takes a quarter of a second, and only compiled groups need it.
+    import networkx as nx
+
     graph = nx.DiGraph()
     todo, seen = list(wanted), set(wanted)
     while todo:

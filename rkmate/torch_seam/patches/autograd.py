@@ -266,9 +266,11 @@ def _as_it_is(program: Any, signature: Any) -> Any:
 def regions_left_after_errors(program: fx.GraphModule) -> None:
     """Let an exported program enter its autocast regions by functions of this package, as an error in the
     middle of a region would leave it open."""
-    for node in program.graph.nodes:
-        node.target = _REGIONS.get(node.target, node.target) if node.op == "call_function" else node.target
-    program.recompile()
+    found = [n for n in program.graph.nodes if n.op == "call_function" and n.target in _REGIONS]
+    for node in found:
+        node.target = _REGIONS[node.target]
+    if found:
+        program.recompile()
 
 
 def _enter(*of: Any) -> torch.autocast:

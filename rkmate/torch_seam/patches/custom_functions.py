@@ -119,11 +119,21 @@ def kept_whole() -> Iterator[None]:
 def _run_through(run: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
     """Replace `CheckpointFunction.apply`, as what is kept is the plan's business.
 
-    Without an argument that requires a gradient, the results require none, parameters or not.
+    Without an argument that requires a gradient, the results require none, parameters or not. What several
+    users inside contribute to the gradient of an argument is added up before it leaves the region: each
+    argument is a view of its own there. Gradients leave it in the order of the arguments: autograd begins
+    with the view that was made last.
     """
-    learns = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    with region() if learns else torch.no_grad():
-        return run(*args)
+    if not any(_learns(a) for a in args):
+        with torch.no_grad():
+            return run(*args)
+    with region():
+        views = [a.view_as(a) if _learns(a) else a for a in reversed(args)]
+        return run(*reversed(views))
+
+
+def _learns(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _recording(cls: type[torch.autograd.Function], forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,10 +192,11 @@ def run_as_they_are(program: fx.GraphModule) -> None:
     """Let the recorded calls of an exported program be calls of their functions again."""
     for module in program.modules():
         if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                if isinstance(node.target, _Recorded):
-                    node.target = _custom_function(node.target.call)
-            module.recompile()
+            found = [n for n in module.graph.nodes if isinstance(n.target, _Recorded)]
+            for node in found:
+                node.target = _custom_function(node.target.call)
+            if found:
+                module.recompile()
 
 
 def _custom_function(call: _Call) -> Callable[..., Any]:

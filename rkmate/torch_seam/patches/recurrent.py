@@ -83,7 +83,9 @@ def as_eager_runs_them(program: fx.GraphModule) -> None:
     Torch's decompositions (seen in 2.11 to 2.13) leave out the dropout between the layers, and use
     the fused LSTM layer for the first layer only. A single cell is decomposed as in eager mode.
     """
-    for node in program.graph.nodes:
+    found = [n for n in program.graph.nodes
+             if n.target is aten.gru_cell.default or n.target in _LAYERED or n.target in _PACKED]
+    for node in found:
         if node.target is aten.gru_cell.default and devices.of(node.meta[VALUE]).cpu_kernels:
             node.target = _cell
         if node.target in _LAYERED:
@@ -94,7 +96,8 @@ def as_eager_runs_them(program: fx.GraphModule) -> None:
         elif node.target in _PACKED and _has_dropout(node, first=4):
             raise CaptureError(f"{node.target} with dropout between the layers of a packed sequence "
                                "cannot be captured: stack single layers and nn.Dropout instead")
-    program.recompile()
+    if found:
+        program.recompile()
 
 
 def _is_elsewhere(value: Any) -> bool:

@@ -1,0 +1,98 @@
+"""Plans that another process searched for: found on disk, and judged again before they are used."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import rkmate
+from rkmate.budget import Budget
+from rkmate.pipeline import plans_on_disk
+from rkmate.pipeline import search as planning
+from rkmate.pipeline.search import make_plan
+from rkmate.pipeline.variants import named
+from rkmate.support.cache import keep_newest
+from tests.pipeline.test_variants import middle, own_peak, traced
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of plans in an empty cache."""
+    monkeypatch.setenv("RKMATE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(planning, "place_of", plans_on_disk.place_of)
+    return tmp_path / "plans"
+
+
+def planned(limit: int, when: str = "auto") -> tuple[rkmate.Plan, int]:
+    """The plan within a budget, without what its making took, and how many times options were solved."""
+    with mock.patch.object(planning, "solve", side_effect=planning.solve) as solve:
+        found = make_plan(traced(when), Budget(bytes=limit), "rockmate")
+    assert found.prepared.blocked.variant is named(found.plan.variant)
+    return replace(found.plan, stage_seconds={}), solve.call_count
+
+
+def limit_of() -> int:
+    return int(own_peak() * 0.8)
+
+
+def test_a_plan_is_searched_for_once(folder: Path) -> None:
+    first, solved = planned(limit_of(), "never")
+    assert solved and len(list(folder.iterdir())) == 1
+    assert planned(limit_of(), "never") == (first, 0)
+
+
+def test_a_variant_is_found_again_with_its_warning() -> None:
+    limit = middle()
+    with pytest.warns(rkmate.RkmateWarning, match="last bits differ") as said:
+        first, _ = planned(limit)
+    assert first.variant == "chunked-loss"
+    with pytest.warns(rkmate.RkmateWarning, match="last bits differ") as again:
+        assert planned(limit) == (first, 0)
+    assert [str(w.message) for w in again] == [str(w.message) for w in said]
+
+
+def test_another_budget_is_searched_for(folder: Path) -> None:
+    planned(limit_of(), "never")
+    _, solved = planned(limit_of() + 4096, "never")
+    assert solved and len(list(folder.iterdir())) == 2
+
+
+def test_a_step_that_fits_is_not_written(folder: Path) -> None:
+    planned(own_peak(), "never")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("edit", [
+    {"peak_bytes": 1}, {"step_seconds": 0.0}, {"steps": [0]}, {"variant": "chunked-loss"}, {"runs": [3]},
+    {"fingerprint": ""}, {"orders": None}])
+def test_an_edited_entry_is_replaced(folder: Path, edit: dict[str, object]) -> None:
+    first, _ = planned(limit_of(), "never")
+    file, = folder.iterdir()
+    content = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(content | edit), encoding="utf-8")
+    again, solved = planned(limit_of(), "never")
+    assert solved and again == first
+    assert json.loads(file.read_text(encoding="utf-8")) == content
+
+
+def test_a_folder_that_cannot_be_written_costs_time_alone(folder: Path) -> None:
+    folder.write_text("a file", encoding="utf-8")
+    first, _ = planned(limit_of(), "never")
+    again, solved = planned(limit_of(), "never")
+    assert solved and again == first
+
+
+def test_files_that_were_not_used_for_longest_go(tmp_path: Path) -> None:
+    for k in range(8):
+        file = tmp_path / f"{k}.json"
+        file.write_text("x" * 100, encoding="utf-8")
+        os.utime(file, (1000, 1000 + (k + 4) % 8))
+    keep_newest(tmp_path, 800)
+    assert len(list(tmp_path.iterdir())) == 8
+    keep_newest(tmp_path, 799)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["0.json", "1.json", "2.json", "3.json", "7.json"]
