@@ -79,6 +79,12 @@ class Cuda:
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] \
             if torch.cuda.is_initialized() else []
 
+    @staticmethod
+    def present() -> dict[torch.device, str]:
+        """Return all GPUs that torch sees, with the names of their hardware."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return {torch.device("cuda", i): torch.cuda.get_device_name(i) for i in range(count)}
+
     @property
     def rates(self) -> Rates:
         return _rates_of(torch.cuda.get_device_name(self.torch_device))

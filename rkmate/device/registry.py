@@ -68,6 +68,11 @@ def in_use() -> tuple[Device, ...]:
     return of("cpu"), *map(of, Cuda.initialized())
 
 
+def accelerators() -> dict[str, Device]:
+    """Return every accelerator that torch sees here, by its name and its hardware's."""
+    return {f"{where}: {name}": of(where) for where, name in Cuda.present().items()}
+
+
 def autocast_kinds(devices: Iterable[torch.device]) -> frozenset[str]:
     """Return the names that `torch.autocast` uses for devices, including devices without an
     implementation."""

@@ -19,12 +19,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rkmate.errors import CompilerError, TorchVersionError
 from rkmate.show.amounts import count, size
 from rkmate.support.cache import cache_folder
 from rkmate.support.processes import cores
+
+if TYPE_CHECKING:
+    from rkmate.device import Device
 
 State = Literal["works", "missing", "broken"]
 
@@ -162,44 +165,46 @@ def _free_memory() -> int | None:
 def _gpus() -> Iterator[Finding]:
     import torch
 
-    if not torch.cuda.is_available():
+    from rkmate import device as devices
+
+    found = devices.accelerators()
+    if not found:
         elsewhere = 'no CUDA device; device="h100" of rkmate.plan plans for a GPU that is not here'
         built = torch.version.cuda is not None and shutil.which("nvidia-smi") is not None
         yield Finding("CUDA", "missing", elsewhere, "nvidia-smi is installed, but torch sees no device: is "
                       "the driver older than this torch needs?" if built else "")
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        yield _tried(f"cuda:{index}", functools.partial(_gpu, index))
+    for label, where in found.items():
+        name, _, hardware = label.partition(": ")
+        yield _tried(name, functools.partial(_gpu, name, hardware, where))
 
 
-def _gpu(index: int) -> Finding:
+def _gpu(name: str, hardware: str, where: Device) -> Finding:
     import torch
 
-    from rkmate import device as devices
-
-    where = devices.of(torch.device("cuda", index))
     one = torch.ones(16, 16, device=where.torch_device)
     if (one @ one).sum().item() != 16 ** 3:
-        return Finding(f"cuda:{index}", "broken", "a small product of matrices has a wrong result")
+        return Finding(name, "broken", "a small product of matrices has a wrong result")
     memory = where.memory()
     assert memory is not None
-    return Finding(f"cuda:{index}", "works", f"{torch.cuda.get_device_name(index)}, "
-                   f"{size(memory.free + memory.cached)} of {size(memory.total)} free")
+    return Finding(name, "works",
+                   f"{hardware}, {size(memory.free + memory.cached)} of {size(memory.total)} free")
 
 
 def _compiler() -> Finding:
     """Compile the smallest group, as ``compile="auto"`` does."""
     import torch
 
+    from rkmate import device as devices
     from rkmate.device.inductor import check_compiler, form_of, fused
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = next(iter(devices.accelerators().values()), devices.of("cpu")).torch_device
     try:
         check_compiler(device)
         fused(form_of(torch.empty(2, device=device)))(_next).compile()
     except CompilerError as error:
         what, _, remedy = str(error).partition(": ")
         return Finding("compiler", "missing", f"compile=True does not work here ({what})", remedy)
-    return Finding("compiler", "works", f"compile=True works for {device.type}")
+    return Finding("compiler", "works", f"compile=True works for {device}")
 
 
 def _next(x: Any) -> Any:

@@ -90,7 +90,8 @@ def _own(module: nn.Module) -> str:
 
 
 def _tensor(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device.type}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on " \
+        f"{str(tensor.device).partition(':')[0]}"
 
 
 def _plain(value: Any) -> str:

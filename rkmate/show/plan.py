@@ -128,7 +128,7 @@ class Plan(PlanData):
 
     def to_memory_snapshot(self, path: str | Path) -> Path:
         """Write the predicted step as a snapshot for PyTorch's memory viewer (https://pytorch.org/memory_viz),
-        in the format of ``torch.cuda.memory._dump_snapshot``. An allocation names its tensor, module and
+        in the format of torch's own snapshots of CUDA memory. An allocation names its tensor, module and
         operation instead of a stack trace, and its category is its kind.
 
         Returns:

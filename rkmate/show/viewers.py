@@ -112,7 +112,7 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-# -- The snapshots of torch.cuda.memory._snapshot --------------------------------------------------
+# -- Torch's snapshots of CUDA memory --------------------------------------------------------------
 
 _BASE = 1 << 44
 """The first address: the viewer takes 0 for none."""

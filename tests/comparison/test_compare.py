@@ -20,6 +20,7 @@ from rkmate.comparison import run
 from rkmate.comparison.run import seconds_left
 from rkmate.comparison.table import Row
 from rkmate.errors import ArgumentError, MissingExtra
+from rkmate.pipeline import prepare
 from rkmate.planners.protocol import Outcome, Planner, Problem, infeasible, judged
 from rkmate.planners.registry import PLANNERS
 from rkmate.show.styles import LOOKS, OTHER, look_of
@@ -293,8 +294,9 @@ def test_a_planner_without_any_schedule_for_a_model() -> None:
         rkmate.Comparison((row,), "Wide", "analytic", 10, 1.0, {}))
 
 
-def test_planning_seconds() -> None:
+def test_planning_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = residual()
+    monkeypatch.setattr(prepare, "LEAST_SECONDS", 0.0)
     with pytest.raises(ArgumentError, match="planning_seconds is -1"):
         rkmate.plan(sample.model, sample.args, budget=0.7, settings=rkmate.Settings(planning_seconds=-1),
                     progress=False)
