@@ -37,7 +37,7 @@ _LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Trained:
-    """One of the two training runs."""
+    """A training run, of two."""
 
     losses: tuple[float, ...]
     """The loss of each step."""

@@ -1,4 +1,4 @@
-"""What is installed on this machine, and what of it works: each finding is tried, not only looked up.
+"""Installed packages and devices of this machine, and which of them work: each is tried, not looked up.
 
 Nothing here needs a working torch: a torch that cannot be loaded is a finding.
 """
@@ -34,7 +34,7 @@ State = Literal["works", "missing", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that rkmate uses or can use, and whether it works here."""
+    """A thing that rkmate uses or can use, and whether it works here."""
 
     subject: str
     """Its name in a word or two."""
@@ -44,7 +44,7 @@ class Finding:
     found: str
     """Versions, sizes, or what is lost without it."""
     remedy: str = ""
-    """What to do; empty if nothing needs to be done."""
+    """The remedy; empty if nothing needs to be done."""
 
     def __str__(self) -> str:
         remedy = f"\n{'':23}-> {self.remedy}" if self.remedy else ""

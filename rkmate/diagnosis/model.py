@@ -52,10 +52,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `rkmate.doctor` found. Prints as a few lines."""
+    """The result of `rkmate.doctor`. Prints as a few lines."""
 
     machine: tuple[Finding, ...]
-    """What is installed, and what of it works."""
+    """Findings about the machine."""
     model: str = ""
     """Name of the model's class; empty if no model was given."""
     curve: Curve | None = None
@@ -67,7 +67,7 @@ class Diagnosis:
     """If the model cannot be captured: its outermost submodules that can be, and the innermost ones that
     cannot."""
     advice: tuple[str, ...] = ()
-    """What to do next."""
+    """Advice on the next step."""
 
     @property
     def ok(self) -> bool:
@@ -84,7 +84,7 @@ class Diagnosis:
 
     @property
     def about_model(self) -> str:
-        """What it prints about the model; empty without one."""
+        """The lines that it prints about the model; empty without one."""
         lines = [f"{self.model}: " + ("can be planned" if self.error is None else
                                       "cannot be planned as a whole")] if self.model else []
         if self.error is not None and not any(part.why for part in self.parts):
@@ -243,7 +243,7 @@ class _Search:
     def __init__(self, calls: Calls, settings: Settings) -> None:
         self._calls, self._settings = calls, settings
         self._kinds: dict[object, tuple[str, str, list[str]]] = {}
-        """What submodules have in common -> name of their class, why they cannot be captured, names."""
+        """Common properties of submodules -> name of their class, why they cannot be captured, names."""
         self._around: set[object] = set()
         """Kinds that have a part inside that cannot be captured either."""
 

@@ -91,7 +91,7 @@ class Traced:
     origin: Origin
     """A description of what was captured, for people to read."""
     prefix: str = ""
-    """What names of modules begin with in the capture, and not for the user."""
+    """The prefix that names of modules have in the capture, but not in the user's model."""
     until: float = math.inf
     """When planning should be over, by `time.perf_counter`; infinite where only its searches have a limit."""
 

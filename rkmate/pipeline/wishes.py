@@ -1,5 +1,5 @@
-"""What the user wishes to be kept or computed again: by names of modules (`Settings.pins`), and by hints in
-a forward (`rkmate.keep`, `rkmate.recompute`)."""
+"""Wishes of the user, to keep something or to compute it again: by names of modules (`Settings.pins`), and
+by hints in a forward (`rkmate.keep`, `rkmate.recompute`)."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def _words_of(what: str | Hint, wish: str = "") -> str:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a schedule must do."""
+    """The demands on a schedule."""
 
     once: frozenset[int] = frozenset()
     """Forward C nodes that never run again."""
     forgotten: frozenset[int] = frozenset()
     """Forward D nodes that are not in memory at the loss."""
     words: tuple[str, ...] = field(default=(), compare=False)
-    """What the user wrote."""
+    """The wishes as the user wrote them."""
 
     def __bool__(self) -> bool:
         return bool(self.once or self.forgotten)

@@ -32,7 +32,7 @@ from rkmate.torch_seam.trace import meeting_place
 
 T = TypeVar("T")
 Description = Mapping[str, Sequence[str]]
-"""What a rank plans for: lines of text, by subject."""
+"""The things that a rank plans for: lines of text, by subject."""
 _OR_ALONE = ('. If shapes differ from rank to rank, each rank can plan new ones alone: shared_plan(..., '
              'new_shapes="own")')
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

@@ -1,4 +1,4 @@
-"""What a notebook shows for a plan and for a curve: a picture and a table.
+"""Pictures and tables that a notebook shows for a plan and for a curve.
 
 Pictures are SVG without scripts; text has the colour of the notebook.
 """
