@@ -126,8 +126,8 @@ class Kind:
         return sum(call.saved for _, call in self.calls)
 
     def size_of(self, module: nn.Module) -> float:
-        """Return the average bytes that a call of a submodule saves, divided by those of the captured call; 1 for
-        a submodule that was not called."""
+        """Return the average bytes that a call of a submodule saves, divided by those of the captured call; 1
+        for a submodule that was not called."""
         mine = [call.saved for m, call in self.calls if m is module]
         captured = next((call.saved for m, call in self.calls if self.call and m is self.call[0]), 0)
         size = sum(mine) / len(mine) / captured if mine and captured else 1.0
