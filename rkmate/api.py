@@ -113,9 +113,9 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         try:
             module.plan_for(args, kwargs, plan)
         except CaptureError as error:
-            if planning.settings.parts == "never":
+            if planning.settings.parts == "never" or not any(model.children()):
                 raise
-            raise CaptureError(f"{error} rkmate.apply(model, budget=...), or wrap with "
+            raise CaptureError(f"{str(error).rstrip('.')}. rkmate.apply(model, budget=...), or wrap with "
                                "settings=rkmate.Settings(parts=\"auto\"), plans the parts of such a model "
                                "that can be planned ('By parts' in docs/recipes.md).") from error
         if ahead is not None:
