@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 from rkmate import device as devices
 from rkmate.errors import OffloadError
 from rkmate.offload import disk as away_file
-from rkmate.offload import disk as disk_copies
 from rkmate.offload.copies import Extent
 from rkmate.offload.protocol import CopyEngine
 from tests.offload.test_copy_engine import files, same, some, there_and_back
@@ -27,17 +25,6 @@ CPU = devices.of("cpu")
 MIB = 2**20
 SECONDS = 60
 """So long a test waits for a thread before it fails."""
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[CopyEngine]:
-    """One that works again after the test, and leaves nothing."""
-    made = CPU.copy_engine(str(tmp_path), verify=True)
-    yield made
-    assert same(there_and_back(made, some(MIB + 5)), some(MIB + 5))
-    made.close()
-    assert not list(tmp_path.iterdir())
-    assert not files(tmp_path)
 
 
 class Interrupted:
@@ -121,7 +108,7 @@ def test_ctrl_c_while_a_checksum_is_made_loses_no_room(engine: CopyEngine, tmp_p
 
     call, room = engine.open(), away_file.shared(tmp_path).room
     with monkeypatch.context() as patch:
-        patch.setattr(disk_copies, "checksum", interrupt)
+        patch.setattr(away_file, "checksum", interrupt)
         with pytest.raises(KeyboardInterrupt):
             call.out("a", some(3 * MIB))
     for use in (call.leave, call.back):

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,6 @@ def failing(number: int) -> Callable[..., Any]:
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
     return fail
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[CopyEngine]:
-    """One that works again after the test, and leaves nothing."""
-    made = CPU.copy_engine(str(tmp_path), verify=True)
-    yield made
-    assert same(there_and_back(made, some(MIB + 5)), some(MIB + 5))
-    made.close()
-    assert not list(tmp_path.iterdir())
-    assert not files(tmp_path)
 
 
 def test_a_folder_that_is_not_there_or_is_none(tmp_path: Path) -> None:
