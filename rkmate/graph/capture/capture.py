@@ -20,6 +20,7 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
+from rkmate.graph.capture.collectives import values_are_read, without_collectives
 from rkmate.graph.capture.effects import (
     Effects,
     found_effects,
@@ -209,7 +210,7 @@ def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     before = [(name, t, t.detach().clone()) for name, t in model.named_buffers()]
     results = []
     for _ in range(2):
-        with unchanged_random_state(*devices.in_use()), torch.no_grad():
+        with unchanged_random_state(*devices.in_use()), torch.no_grad(), without_collectives():
             given, named = structure.fill([t.detach().clone() for t in tensors])
             try:
                 results.append(take_apart(model(*given, **named), result=True)[0])
@@ -336,7 +337,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...],
         if not isinstance(cause, Exception) or not is_stopped_by_values(cause):
             raise
         before.restore()
-        with from_inputs(model, given) as values:
+        with from_inputs(model, given) as values, values_are_read():
             try:
                 return _once(model, args, kwargs, values)
             except CaptureError:
