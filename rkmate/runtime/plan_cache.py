@@ -503,12 +503,13 @@ class PlanCache:
                 self.planning.calls_at_once > 1 or not ready.compiled.outputs.are_large:
             return
         ready.looked = True
+        number = self.open_calls.added
         watch, then = OutsideWatch(ready.compiled.device), call.begins
         usual, free = plan.graph.reserve_at_loss, plan.budget_bytes - plan.peak_bytes
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
             seen = watch.end(grads)
-            if len(self.open_calls.now()) == 1:
+            if self.open_calls.added == number and len(self.open_calls.now()) == 1:
                 if seen.operations > MANY:
                     warn(f"more than {MANY} operations follow on the outputs of {known.traced.name}: what "
                          f"they take comes on top of the budget, in which {usual:,} bytes are left for a "
@@ -526,7 +527,7 @@ class PlanCache:
         with planning_lock:
             before, executables, seen = known.traced, dict(known.executables), known.outside
             known.outside = Outside()
-            if seen == Outside():
+            if seen == Outside() or not executables:        # plans are for more calls now
                 return self.current(known, tensors)         # another thread was here meanwhile
             usual = max(e.plan.graph.reserve_at_loss for e in executables.values())
             loss = usual if seen.is_usual else _of_more(usual)
@@ -629,6 +630,7 @@ class PlanCache:
         if plan is None and self.reads.often and traced.settings.deferred_outputs != "never":
             with contextlib.suppress(InfeasibleBudget):
                 return self._executable(undeferred(traced), budget, None, known, like, derived=derived)
+        is_given = plan is not None
         saved = [p for p in self._saved if not p.deferred or traced.settings.deferred_outputs != "never"]
         planned = like.planned if like is not None else follow(traced, plan) if plan is not None else \
             (follow_any(traced, saved) if saved else None) or \
@@ -645,7 +647,7 @@ class PlanCache:
                            self._engines.of(prepared.device) if generated.copies else None)
         if self.planning.cuda_graph:
             check_plan(plan, step)
-        return Executable(plan, step, known=KnownPlan(plan, not derived, planned.orders),
+        return Executable(plan, step, looked=is_given, known=KnownPlan(plan, not derived, planned.orders),
                           graph_nodes=len(prepared.partition.program.joint.graph.nodes))
 
 

@@ -345,6 +345,8 @@ class OpenCalls:
         makes, so that later steps are planned for them, rather than warn."""
         self._expected = expected
         self._counts = counts
+        self.added = 0
+        """Forwards that have run."""
         self.seen = 1
         """The most calls before a backward that were over the budget, where calls are counted."""
         self._calls: list[weakref.ref[Call]] = []
@@ -369,6 +371,7 @@ class OpenCalls:
     def add(self, call: Call, plan: Plan) -> None:
         """Add a forward that has run, and the plan that it follows."""
         with self._lock:
+            self.added += 1
             self._calls.append(weakref.ref(call))
         call.begins = lambda grads: self.check(plan)
 
