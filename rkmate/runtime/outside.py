@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import gc
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from rkmate.torch_seam.tensors import storage_id
+from rkmate.runtime.observed_step import key_of
 
 USUAL = re.compile(
     r"^(Nll|LogSoftmax|Mse|SmoothL1|Huber|BinaryCrossEntropy|View|UnsafeView|ReshapeAlias|Transpose|T|Permute|"
@@ -45,20 +46,25 @@ class OutsideWatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = frozenset(storage_id(t) for t in _tensors(device))
+        self._before = frozenset(_found(device))
 
     def end(self, gradients: Sequence[torch.Tensor | None]) -> Outside:
         """Return what is there now. `gradients`: of the module's outputs, which a plan counts."""
-        counted = {storage_id(g) for g in gradients if g is not None and g.layout is torch.strided}
-        new = [t for t in _tensors(self._device) if storage_id(t) not in self._before | counted]
-        held = {storage_id(t): t.untyped_storage().nbytes() for t in new}
-        names = _operations([t.grad_fn for t in new if t.numel() == 1 and t.grad_fn is not None])
-        return Outside(sum(held.values()), all(map(USUAL.match, names)), len(names))
+        known = self._before | {key_of(g) for g in gradients if g is not None}
+        new = {key: found for key, found in _found(self._device).items() if key not in known}
+        names = _operations([t.grad_fn for found in new.values() for t in found
+                             if t.numel() == 1 and t.grad_fn is not None])
+        return Outside(sum(found[0].untyped_storage().nbytes() for found in new.values()),
+                       all(map(USUAL.match, names)), len(names))
 
 
-def _tensors(device: torch.device) -> list[torch.Tensor]:
-    return [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)
-            and t.layout is torch.strided and t.device == device]
+def _found(device: torch.device) -> dict[int, list[torch.Tensor]]:
+    """Return the tensors of a device by the number of their storage; without those that have none."""
+    found: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for t in gc.get_objects():
+        if type(t) in (torch.Tensor, nn.Parameter) and t.device == device and (key := key_of(t)) is not None:
+            found[key].append(t)
+    return found
 
 
 def _operations(begin: Sequence[Any]) -> list[str]:

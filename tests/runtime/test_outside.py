@@ -68,6 +68,19 @@ def test_what_finds_no_room_is_said_once_with_both_figures(caplog: pytest.LogCap
     assert len(said) == 1 and f"the budget is {plan.budget_bytes:,}" in str(said[0].message)
 
 
+def test_tensors_without_a_storage_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    left = []
+
+    def energy(x: torch.Tensor) -> torch.Tensor:
+        left.append(x)                  # a wrapper that is dead once the transform is over
+        return x.square().sum()
+
+    torch.func.grad(energy)(torch.ones(3))
+    left.append(torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2), check_invariants=True))
+    _applied(torch.sum, caplog)
+    assert "usual one" not in caplog.text
+
+
 def test_bytes_that_are_given_are_not_looked_for(caplog: pytest.LogCaptureFixture) -> None:
     _applied(LOSSES["of several operations"], caplog, loss_bytes=100)
     assert "usual one" not in caplog.text
