@@ -28,11 +28,12 @@ from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
-from rkmate.graph.capture.capture import Capture, Source, as_there, capture
+from rkmate.graph.capture.capture import Capture, Source, as_there
 from rkmate.graph.capture.refusals import refuse_gradients_in_place
 from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
 from rkmate.graph.passes.cluster import Cluster
 from rkmate.graph.passes.table import simplify
+from rkmate.graph.sizes.depth import capture
 from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
 from rkmate.ir.kernels import choose_kernels
