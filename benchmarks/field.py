@@ -199,7 +199,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _nearly(one: torch.Tensor, other: torch.Tensor) -> bool:
     return _equal(one, other) or (one.shape == other.shape and torch.allclose(
-        one, other, rtol=1e-6, atol=1e-6 * float(one.abs().max())))
+        one, other, rtol=1e-5, atol=1e-5 * float(one.abs().max())))
 
 
 def first_words(error: Exception) -> str:
