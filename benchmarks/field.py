@@ -15,7 +15,7 @@ The outcome is
 
 Rows are appended to ``--rows FILE`` (JSON, one row a line; benchmarks/field.jsonl unless given): what is
 there is not run again. ``--write`` makes docs/field.md of that file. The scenarios are rows of a table
-(`field_scenarios.py`).
+(`field_scenarios.py`, `field_architectures.py`).
 
 Usage: python benchmarks/field.py --libraries torch peft --names llama
 """
@@ -27,7 +27,9 @@ import functools
 import gc
 import importlib.util
 import logging
+import random
 import re
+import sys
 import textwrap
 import time
 import warnings
@@ -37,13 +39,17 @@ from pathlib import Path
 
 import torch
 from beside import add_row, read_rows
-from field_scenarios import SCENARIOS, Scenario, Task
+from field_architectures import SCENARIOS as MORE
+from field_scenarios import SCENARIOS as FIRST
+from field_scenarios import Scenario, Task
 from peers import DOCS
 
 import rkmate
 from rkmate.measure.step import measure_step
 
 PAGE, ROWS = DOCS / "field.md", Path(__file__).with_name("field.jsonl")
+SCENARIOS = tuple(sorted((*FIRST, *MORE), key=lambda s: [r.library for r in FIRST].index(s.library)
+                         if any(r.library == s.library for r in FIRST) else len(FIRST)))
 STEPS = 3
 """Training steps of each of the two runs."""
 
@@ -89,13 +95,13 @@ class Trained:
     tensors: list[torch.Tensor]
     model: torch.nn.Module
     peak: int | None
-    """Bytes of one more step; None where the scenario has a trainer of its own."""
+    """Bytes of one more step."""
     seconds: float
 
 
 def trained(scenario: Scenario, put: Callable[[torch.nn.Module], torch.nn.Module] | None) -> Trained:
     """Train a scenario's model. `put`: puts a budget into the module that the scenario says."""
-    torch.manual_seed(0)
+    seed_all(0)
     task: Task = scenario.make()
     model = task.model
     if put is not None:
@@ -104,7 +110,11 @@ def trained(scenario: Scenario, put: Callable[[torch.nn.Module], torch.nn.Module
             model = changed
     optimizer = torch.optim.SGD([p for p in task.model.parameters() if p.requires_grad], lr=0.01)
     losses, begin, seconds = [], time.perf_counter(), 0.0
-    for number in range(STEPS):
+    if task.train is not None:
+        seed_all(1)
+        losses = task.train(model)
+        seconds = time.perf_counter() - begin
+    for number in range(0 if losses else STEPS):
         optimizer.zero_grad()
         losses.append(one_step(task, model, number))
         optimizer.step()
@@ -116,9 +126,17 @@ def trained(scenario: Scenario, put: Callable[[torch.nn.Module], torch.nn.Module
     return Trained(losses, kept, task.model, peak, seconds)
 
 
+def seed_all(seed: int) -> None:
+    """Seed every generator that a library may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
 def one_step(task: Task, model: torch.nn.Module, seed: int) -> float:
     """Forward and backward of one batch; return the loss."""
-    torch.manual_seed(100 + seed)
+    seed_all(100 + seed)
     loss = task.step(model)
     if loss.requires_grad:
         loss.backward()

@@ -27,6 +27,8 @@ class Task:
     step: Step
     planned: nn.Module | None = None
     """The part that gets the budget; None: the model itself."""
+    train: Callable[[Any], list[float]] | None = None
+    """Trains the model as a library does, and returns the losses; None: a loop of steps does."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,14 @@ DETR = {"use_timm_backbone": False, "use_pretrained_backbone": False, "d_model":
         "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_queries": 10, "num_labels": 5}
 
 
-def _ids(length: int = 24, batch: int = 4) -> torch.Tensor:
+def ids(length: int = 24, batch: int = 4) -> torch.Tensor:
+    """Words of sentences."""
     return torch.randint(5, WORDS, (batch, length))
 
 
 def _labelled() -> dict[str, Any]:
-    ids = _ids()
-    return {"input_ids": ids, "labels": ids.clone()}
+    words = ids()
+    return {"input_ids": words, "labels": words.clone()}
 
 
 def _padded() -> dict[str, Any]:
@@ -103,10 +106,10 @@ def _padded() -> dict[str, Any]:
 BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
     "labelled": _labelled,
     "padded": _padded,
-    "translated": lambda: {"input_ids": _ids(), "labels": _ids(12)},
-    "sentence": lambda: {"input_ids": _ids(), "labels": torch.randint(0, 2, (4,))},
-    "tokens": lambda: {"input_ids": _ids(), "labels": torch.randint(0, 2, (4, 24))},
-    "question": lambda: {"input_ids": _ids(), "start_positions": torch.randint(0, 24, (4,)),
+    "translated": lambda: {"input_ids": ids(), "labels": ids(12)},
+    "sentence": lambda: {"input_ids": ids(), "labels": torch.randint(0, 2, (4,))},
+    "tokens": lambda: {"input_ids": ids(), "labels": torch.randint(0, 2, (4, 24))},
+    "question": lambda: {"input_ids": ids(), "start_positions": torch.randint(0, 24, (4,)),
                          "end_positions": torch.randint(0, 24, (4,))},
     "image": lambda: {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(0, 2, (4,))},
     "pixels": lambda: {"pixel_values": torch.randn(4, 3, 32, 32)},
@@ -115,28 +118,31 @@ BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
     "boxes": lambda: {"pixel_values": torch.randn(2, 3, 64, 64), "labels": [
         {"class_labels": torch.randint(0, 5, (n,)), "boxes": 0.3 + 0.2 * torch.rand(n, 4)} for n in (2, 3)]},
     "sound": lambda: {"input_values": torch.randn(2, 1600), "labels": torch.randint(0, 2, (2,))},
-    "spoken": lambda: {"input_values": torch.randn(2, 1600), "labels": _ids(8, 2)},
-    "spectrum": lambda: {"input_features": torch.randn(2, 16, 40), "labels": _ids(8, 2)},
-    "contrast": lambda: {"input_ids": _ids(8), "pixel_values": torch.randn(4, 3, 32, 32),
+    "spoken": lambda: {"input_values": torch.randn(2, 1600), "labels": ids(8, 2)},
+    "spectrum": lambda: {"input_features": torch.randn(2, 16, 40), "labels": ids(8, 2)},
+    "contrast": lambda: {"input_ids": ids(8), "pixel_values": torch.randn(4, 3, 32, 32),
                          "return_loss": True},
 }
 
 
-def _loss(output: Any) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss of a model's output, or a number made of its first tensor."""
     if getattr(output, "loss", None) is not None:
         return output.loss  # type: ignore[no-any-return]
     first = next(v for v in output.values() if isinstance(v, torch.Tensor) and v.requires_grad)
     return first.float().pow(2).mean()
 
 
-def _made(model: str, config: str, options: dict[str, Any]) -> Any:
+def made(model: str, config: str, options: dict[str, Any]) -> Any:
+    """A model of transformers with random weights."""
     import transformers
 
     return getattr(transformers, model)(getattr(transformers, f"{config}Config")(**options)).train()
 
 
-def _calling(model: Any, batch: dict[str, Any]) -> Task:
-    return Task(model, lambda m: _loss(m(**batch)))
+def calling(model: Any, batch: dict[str, Any]) -> Task:
+    """A step that calls the model on a batch."""
+    return Task(model, lambda m: loss_of(m(**batch)))
 
 
 def _checkpointing(reentrant: bool) -> Callable[[Any], Any]:
@@ -156,11 +162,11 @@ def _frozen_encoder(model: Any) -> Any:
 
 
 def _hf(name: str, model: str, config: str, options: dict[str, Any], batch: str = "labelled",
-        change: Callable[[Any], Any] | None = None, lines: str = "", step: Callable[..., Task] = _calling,
+        change: Callable[[Any], Any] | None = None, lines: str = "", step: Callable[..., Task] = calling,
         **others: Any) -> Scenario:
     def make() -> Task:
-        made = _made(model, config, options)
-        return step(made if change is None else change(made), BATCHES[batch]())
+        found = made(model, config, options)
+        return step(found if change is None else change(found), BATCHES[batch]())
     return Scenario("transformers", name, f"{model}(config){lines}", make,
                     ("transformers",), **others)
 
@@ -168,19 +174,19 @@ def _hf(name: str, model: str, config: str, options: dict[str, Any], batch: str 
 def _autocast(model: Any, batch: dict[str, Any]) -> Task:
     def step(m: Any) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return _loss(m(**batch))
+            return loss_of(m(**batch))
     return Task(model, step)
 
 
 def _accumulating(model: Any, batch: dict[str, Any]) -> Task:
     def step(m: Any) -> torch.Tensor:
-        _loss(m(**batch)).backward()
-        return _loss(m(**batch))
+        loss_of(m(**batch)).backward()
+        return loss_of(m(**batch))
     return Task(model, step)
 
 
 def _two_losses(model: Any, batch: dict[str, Any]) -> Task:
-    return Task(model, lambda m: _loss(m(**batch)) + _loss(m(**batch)))
+    return Task(model, lambda m: loss_of(m(**batch)) + loss_of(m(**batch)))
 
 
 def _loss_outside(model: Any, batch: dict[str, Any]) -> Task:
@@ -205,7 +211,7 @@ def _lengths(model: Any, batch: dict[str, Any]) -> Task:
 
     def step(m: Any) -> torch.Tensor:
         length = (24, 20, 16)[next(count) % 3]
-        return _loss(m(**{k: v[:, :length] for k, v in batch.items()}))
+        return loss_of(m(**{k: v[:, :length] for k, v in batch.items()}))
     return Task(model, step)
 
 
@@ -265,7 +271,7 @@ TRANSFORMERS = (
         **VISION, "decoder_hidden_size": 16, "decoder_num_hidden_layers": 1,
         "decoder_num_attention_heads": 2, "decoder_intermediate_size": 32}, "pixels"),
     Scenario("transformers", "detr", "DetrForObjectDetection(config)",
-             lambda: _calling(_made("DetrForObjectDetection", "Detr", {
+             lambda: calling(made("DetrForObjectDetection", "Detr", {
                  **DETR, "backbone_config": _backbone()}), BATCHES["boxes"]()),
              ("transformers", "scipy"), 0.8),
     _hf("clip", "CLIPModel", "CLIP", TOWERS, "contrast"),
@@ -292,18 +298,26 @@ def _backbone() -> Any:
 # -- peft ------------------------------------------------------------------------------------------
 
 
+def adapted_llama() -> Any:
+    """Return a Llama with adapters (LoRA)."""
+    import peft
+
+    return peft.get_peft_model(made("LlamaForCausalLM", "Llama", DECODER), peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, **TARGETS)).train()
+
+
 def _adapted(name: str, config: str, options: dict[str, Any], change: Callable[[Any], Any] | None = None,
              **others: Any) -> Scenario:
     def make() -> Task:
         import peft
 
-        model = peft.get_peft_model(_made("LlamaForCausalLM", "Llama", DECODER), getattr(peft, config)(
+        model = peft.get_peft_model(made("LlamaForCausalLM", "Llama", DECODER), getattr(peft, config)(
             task_type="CAUSAL_LM", **options)).train()
         if change is not None:
             change(model)
-        ids = _ids()
-        ids[:, 10:12] = torch.tensor([5, 6])
-        return _calling(model, {"input_ids": ids, "labels": ids.clone()})
+        words = ids()
+        words[:, 10:12] = torch.tensor([5, 6])
+        return calling(model, {"input_ids": words, "labels": words.clone()})
     return Scenario("peft", name, f"get_peft_model(model, {config}(...))", make,
                     ("transformers", "peft"), **others)
 

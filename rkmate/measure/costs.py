@@ -25,7 +25,7 @@ from rkmate.graph.capture.operations import is_view
 from rkmate.ir.cd import HOISTED, Cost, Kernel
 from rkmate.measure.analytic import Costs, analytic_costs, bytes_alone, surely_over
 from rkmate.measure.analytic import hoisted as hoisted_data
-from rkmate.measure.made_up import Layout, as_made, at_zero, chooses, layout_of, made_up
+from rkmate.measure.made_up import Layout, as_made, at_zero, chooses, counts_from_one, layout_of, made_up
 from rkmate.measure.remembered import CostMemory, KnownOperations
 from rkmate.measure.runs import Caches, Timings, as_in_a_step, copied_forms, made_just_before, signature
 from rkmate.measure.settings import MeasureSettings
@@ -237,7 +237,7 @@ class _Runner:
         if j not in self.values:
             owner = self.program.owner[j]
             value = random_state(owner.meta[VALUE].device) if is_random_state(owner) else \
-                made_up(owner.meta[VALUE], self.cd.d[j].kind)
+                made_up(owner.meta[VALUE], self.cd.d[j].kind, from_one=counts_from_one(owner))
             self.values[j] = as_made(value, self.made[j]) if j in self.made else value
         return self.values[j]
 

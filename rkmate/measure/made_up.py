@@ -13,6 +13,8 @@ from torch import fx
 from rkmate.ir.cd import DKind
 from rkmate.torch_seam.patches.numerics import LONGEST_AT_ZERO
 
+_FROM_ONE = frozenset((torch.ops.aten.linalg_lu_solve.default, torch.ops.aten.lu_unpack.default))
+"""Operations whose whole numbers (rows that are exchanged) count from one."""
 _DRAWN = 2**18
 """Number of random numbers that are drawn and then repeated, because drawing takes longer than writing."""
 
@@ -22,16 +24,22 @@ def chooses(value: torch.Tensor) -> bool:
     return not (value.is_floating_point() or value.is_complex())
 
 
-def made_up(like: torch.Tensor, kind: DKind) -> torch.Tensor:
+def counts_from_one(node: fx.Node) -> bool:
+    """Return whether a node's whole numbers are read by an operation that counts from one."""
+    return any(u.target in _FROM_ONE for u in node.users)
+
+
+def made_up(like: torch.Tensor, kind: DKind, *, from_one: bool = False) -> torch.Tensor:
     """Return a tensor of the form of a (fake) one, with all of its storage.
 
     Gradients are small; other numbers lie between a quarter and three quarters, where logarithms, roots and
-    probabilities are defined, and which are zero as whole numbers. Indices are zero, masks true.
+    probabilities are defined, and which are zero as whole numbers. Indices are zero, or one with `from_one`;
+    masks are true.
     """
     count = like.untyped_storage().nbytes() // like.element_size()
     flat = torch.empty(count, dtype=like.dtype, device=like.device)
     if chooses(flat):
-        flat.fill_(flat.dtype == torch.bool)
+        flat.fill_(from_one or flat.dtype == torch.bool)
     elif flat.dtype.itemsize == 1:
         flat.zero_()                                # nothing draws numbers of eight bits
     else:

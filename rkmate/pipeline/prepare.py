@@ -28,11 +28,12 @@ from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
-from rkmate.graph.capture.capture import Capture, Source, as_there, capture
+from rkmate.graph.capture.capture import Capture, Source, as_there
 from rkmate.graph.capture.refusals import refuse_gradients_in_place
 from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
 from rkmate.graph.passes.cluster import Cluster
 from rkmate.graph.passes.table import simplify
+from rkmate.graph.sizes.depth import capture
 from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
 from rkmate.ir.kernels import choose_kernels
@@ -56,6 +57,7 @@ from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import submodules_of
+from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.patches.autograd import region_of
 from rkmate.torch_seam.tensors import read_directly
 
@@ -92,6 +94,8 @@ class Traced:
     """A description of what was captured, for people to read."""
     prefix: str = ""
     """The prefix that names of modules have in the capture, but not in the user's model."""
+    outside: int = 0
+    """Bytes that the caller makes of the outputs, and holds during the backward, if a step has shown some."""
     until: float = math.inf
     """When planning should be over, by `time.perf_counter`; infinite where only its searches have a limit."""
 
@@ -193,9 +197,10 @@ class Prepared:
     @property
     def beside(self) -> int:
         """Bytes in memory during the planned step that are not part of it: values of inputs that are computed
-        before the step."""
-        recipe = self.capture.recipe
-        return 0 if recipe is None else recipe.bytes
+        before the step, what is kept to undo a forward, and what the caller holds."""
+        recipe, undone = self.capture.recipe, self.capture.effects.answers
+        kept = sum(n.meta[VALUE].nbytes for _, n in self.capture.mutations) if undone else 0
+        return kept + (0 if recipe is None else recipe.bytes) + self.blocked.traced.outside
 
     def with_kernels(self, schedule: Schedule, room: int = 0) -> Schedule:
         """Return the schedule with the fastest kernels that leave its peak as it is, or within `room`

@@ -22,7 +22,7 @@ from rkmate.measure.analytic import (
     with_likely_temporaries,
     without_temporaries,
 )
-from rkmate.pipeline.prepare import Blocked, Prepared, block, with_operation_costs
+from rkmate.pipeline.prepare import AsCheckpointed, Blocked, Prepared, block, with_operation_costs
 from rkmate.pipeline.solve import Solved, solve, solve_with
 from rkmate.pipeline.variants import CHANNELS_LAST, Variant, others
 from rkmate.planners.finish import finish
@@ -73,11 +73,20 @@ def limit_of(prepared: Prepared, budget: Budget) -> int:
 
 
 def _reference(prepared: Prepared) -> int:
-    if prepared.settings.fraction_of == "checkpointed":
-        found = prepared.as_checkpointed
-        if found is not None:
-            return found.peak
-    return prepared.baseline_peak
+    found = _own_checkpointing(prepared)
+    return prepared.baseline_peak if found is None else found.peak
+
+
+def _own_checkpointing(prepared: Prepared) -> AsCheckpointed | None:
+    """Return the model's step with its own checkpointing, if fractions refer to its peak."""
+    return prepared.as_checkpointed if prepared.settings.fraction_of == "checkpointed" else None
+
+
+def share_of(prepared: Prepared, least: int) -> str:
+    """Return a budget as a share of the peak that fractions refer to, in words."""
+    whole = _reference(prepared) + prepared.beside
+    with_it = "" if _own_checkpointing(prepared) is None else " with its checkpointing"
+    return f"{least / whole:.0%} of its own peak of {whole:,} bytes{with_it}"
 
 
 def note_of(prepared: Prepared) -> str:
@@ -222,9 +231,9 @@ def _measured(refused: Refused, method: Planner) -> Refused:
     return Refused(prepared, limit, least=smallest_budget(method, lean_problem(prepared), limit))
 
 
-def error_of(refused: Refused, method: Planner, whole: int) -> Exception:
-    """Return the error for a budget for which a planner has no schedule. `whole`: the peak of the model's own
-    step."""
+def error_of(refused: Refused, method: Planner, first: Prepared) -> Exception:
+    """Return the error for a budget for which a planner has no schedule. `first`: the first variant, whose
+    step is the model's own."""
     name, limit, solved = method.name, refused.limit, refused.solved
     if refused.timeout and not isinstance(method, Composed):
         return PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
@@ -233,13 +242,12 @@ def error_of(refused: Refused, method: Planner, whole: int) -> Exception:
     if least is None and solved is not None:
         least = smallest_of(_wholly(solved, limit), method, limit)
     beside = refused.prepared.beside
-    limit, whole, least = limit + beside, whole + beside, None if least is None else least + beside
+    limit, least = limit + beside, None if least is None else least + beside
     if isinstance(method, Composed):
         assert least is not None
         return InfeasibleBudget(
             f"no schedule fits in {limit:,} bytes; the smallest budget that rockmate always meets is "
-            f"{least:,} bytes ({least / whole:.0%} of its own peak of {whole:,} bytes)"
-            f"{_wished(refused)}", least)
+            f"{least:,} bytes ({share_of(first, least)}){_wished(refused)}", least)
     if least is None:
         return ArgumentError(f"planner is {name!r}, which has no schedule for this model at "
                              f"any budget: {refused.note or 'take another one'}")
@@ -257,12 +265,12 @@ def _wished(refused: Refused) -> str:
 def error_of_all(refused: list[Refused], method: Planner) -> Exception:
     """Return the error of the variant that names the smallest budget. Variants that cannot name a smaller one
     are not examined. `refused`: the first variant's refusal, then the others'."""
-    whole = refused[0].prepared.baseline_peak
+    first = refused[0].prepared
     found: list[Exception] = []
     for one in sorted(refused, key=lambda r: bytes_of_any(r.prepared)):
         named = [e.minimum_bytes for e in found if isinstance(e, InfeasibleBudget)]
         if not named or bytes_of_any(one.prepared) < min(named):
-            found.append(error_of(_measured(one, method), method, whole))
+            found.append(error_of(_measured(one, method), method, first))
     met = [e for e in found if isinstance(e, InfeasibleBudget)]
     return min(met, key=lambda e: e.minimum_bytes) if met else found[0]
 
@@ -359,11 +367,11 @@ def _error(refused: list[Prepared], method: Planner, budget: Budget) -> Infeasib
             found = smallest_budget(method, lean_problem(likely), limit)
             met += [] if found is None else [found]
     beside = whole.beside
-    limit, least, smallest, peak = (n + beside for n in (limit, min(bounds), min(met), whole.baseline_peak))
+    limit, least, smallest = (n + beside for n in (limit, min(bounds), min(met)))
     return InfeasibleBudget(
         f"no schedule fits in {limit:,} bytes: at least {least:,} bytes are read and made at once. Nothing "
         f"was measured to know that; as counted, the smallest budget that {method.name} meets is "
-        f"{smallest:,} bytes ({smallest / peak:.0%} of its own peak of {peak:,} bytes)", smallest)
+        f"{smallest:,} bytes ({share_of(whole, smallest)})", smallest)
 
 
 def _likely(blocked: Blocked) -> Prepared:

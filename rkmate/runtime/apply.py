@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, TypeVar
@@ -218,8 +218,9 @@ class PlannedCall:
         """Plans of the forward without what is around it; made when it is called so."""
         if self._forward is None:
             planning, verify, on_new_shape, refused, plans = self._made_with
-            self._forward = _Planned(self._model, self._own_forward, replace(planning, hooks_outside=True),
-                                     verify, on_new_shape, refused, plans)
+            self._forward = _Planned(self._model, self._unplanned_forward,
+                                     replace(planning, hooks_outside=True), verify, on_new_shape, refused,
+                                     plans)
         return self._forward
 
     @property
@@ -290,9 +291,16 @@ class PlannedCall:
 
     def _by_parts(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call as it is, with plans for parts where that was decided."""
-        if self.parts is None or not self.parts.active:
+        if self.parts is None:
             return call(*args, **kwargs)
+        if not self.parts.active:
+            with self.parts.ignored():
+                return call(*args, **kwargs)
         return self.parts.run(call, args, kwargs)
+
+    def _unplanned_forward(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self.parts is None or self.parts.active else self.parts.ignored():
+            return self._own_forward(*args, **kwargs)
 
     def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._own is not None:

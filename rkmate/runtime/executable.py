@@ -4,6 +4,7 @@ original's forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from rkmate.errors import BackwardError, OffloadError
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Partition
+from rkmate.graph.capture.answers import OtherAnswer
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.structure import owner_name, piece_of, take_apart
 from rkmate.graph.passes.joint import Joint
@@ -134,6 +136,7 @@ class Again(NamedTuple):
 
 
 _numbers = iter(range(1 << 62))
+_FEW = 16
 _version = attrgetter("_version")
 
 
@@ -265,6 +268,12 @@ class Outputs(NamedTuple):
     keys: tuple[str, ...]
     """The values of the environment that the caller gets."""
 
+    @property
+    def are_large(self) -> bool:
+        """Whether a gradient comes to more than a few numbers: a loss is computed outside."""
+        forms = [self.forms[i] for i, _ in self.tangents]
+        return any(form is not None and math.prod(form[0]) > _FEW for form in forms)
+
 
 def _outputs(capture: Capture, program: Program) -> Outputs:
     meta = [n.meta[VALUE] if n is not None else None for n in program.joint.outputs]
@@ -362,8 +371,14 @@ class PlannedStep:
         state = generator_state(self.device) if self._draws else None
         env = Environment(sources, {}, self.device, away=self._opened(verify))
         env.unrecorded = self.generated.below_autograd and all_ordinary(sources.values())
-        with torch.no_grad(), without_autocast(self.device), unrecorded(env.unrecorded), _undone(env, state):
+        answers = self.capture.effects.answers
+        before = [(t := sources[k], t.detach().clone()) for k in caller.overwritten] if answers else []
+        with torch.no_grad(), without_autocast(self.device), unrecorded(env.unrecorded), \
+                _undone(env, state, before):
             results = self._forward(env)
+            for answer in answers:
+                answer.check(results)
+        before.clear()
         env.watch(known.keys)
         env.watch_sources(versions)
         call = Call(env, self._backward, self._last, targets.returned)
@@ -507,15 +522,20 @@ def _cleared(env: Environment) -> Iterator[None]:
 
 
 @contextmanager
-def _undone(env: Environment, draws: RandomState | None) -> Iterator[None]:
+def _undone(env: Environment, draws: RandomState | None,
+            before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
     """Clear the environment if the forward fails. If its data could not be sent away, also restore the random
-    state, so that the forward can run again."""
+    state, so that the forward can run again; if it has found another answer than its trace took for granted,
+    also what it overwrites. `before`: that, with the values before."""
     try:
         yield
     except BaseException as error:
         env.clear()
-        if isinstance(error, OffloadError) and draws is not None:
+        if isinstance(error, OffloadError | OtherAnswer) and draws is not None:
             draws.restore()
+        if isinstance(error, OtherAnswer):
+            for t, value in before:
+                t.data.copy_(value)
         raise
 
 

@@ -16,6 +16,7 @@ from rkmate import device as devices
 from rkmate.device import Statistics
 from rkmate.device.statistics import PeakWatch
 from rkmate.errors import ArgumentError, CaptureError
+from rkmate.graph.capture.answers import OtherAnswer
 from rkmate.graph.capture.effects import leaves_of
 from rkmate.graph.capture.refusals import refuse_data_parallelism, refuse_flat_parameters
 from rkmate.pipeline.loss import traceable
@@ -25,6 +26,7 @@ from rkmate.runtime.executable import Gradients, Original
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.lengths import Lengths
 from rkmate.runtime.plan_cache import Executable, PlanCache, Planning, Prototype, Specialization
+from rkmate.runtime.segments import Call
 from rkmate.show.plan import Plan
 from rkmate.stand_in import StandIn
 from rkmate.support.planning_lock import capture_lock, planning_lock
@@ -224,10 +226,23 @@ class PlannedModule(StandIn):
         if recorded is not None:
             return recorded(tensors)
         first = self._first_step(latest)
-        return latest.compiled(tensors, redo, first.finish if first is not None else None,
-                               lambda call: opened.add(call, latest.plan), self._plans.reads.call(),
-                               Original(self._run_again, self._reader, key), verify,
-                               lambda: leaves_of(args, kwargs))
+        calls: list[Call] = []
+
+        def open_call(call: Call) -> None:
+            opened.add(call, latest.plan)
+            calls.append(call)
+
+        try:
+            result = latest.compiled(tensors, redo, first.finish if first is not None else None, open_call,
+                                     self._plans.reads.call(), Original(self._run_again, self._reader, key),
+                                     verify, lambda: leaves_of(args, kwargs))
+            self._plans.look_outside(calls[0], found, latest)
+            return result
+        except OtherAnswer as error:
+            asked = str(error)
+        self._tell(asked, f"the plan of {type(self._original).__name__} takes for granted that {asked}, and "
+                          "a call has found otherwise: the original runs in such calls, without a budget")
+        return self._run_original(args, kwargs)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original's forward once more, because its backward has to leave a graph."""

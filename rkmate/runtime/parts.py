@@ -171,6 +171,8 @@ class Parts:
         self._step: ObservedStep | None = None
         self._steps = self._beside = self._alone = self._early = 0
         self._inside = 0
+        self._ignores = False
+        """Whether the model itself runs, which is not planned by parts."""
         self._watched: list[nn.Module] = []
         self._seen: set[int] = set()
         """Ids of the submodules that were called."""
@@ -197,6 +199,15 @@ class Parts:
         """Observe calls of submodules from elsewhere than a planned call: a method other than the forward."""
         self._watch(_outermost(self._model))
 
+    @contextlib.contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Around a call of a model that is planned as a whole, and runs as it is this time."""
+        before, self._ignores = self._ignores, True
+        try:
+            yield
+        finally:
+            self._ignores = before
+
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the model, by parts."""
         if is_unobserved():
@@ -222,6 +233,8 @@ class Parts:
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a submodule that is watched."""
         call = own_call(module)
+        if self._ignores:
+            return call(*args, **kwargs)
         self._seen.add(id(module))
         if not self._inside:                    # by a method of the model, or by whoever holds the submodule
             self._next_step()

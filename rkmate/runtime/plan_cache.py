@@ -27,6 +27,7 @@ from rkmate.graph.sizes import family
 from rkmate.graph.sizes.dry_run import Recording
 from rkmate.graph.sizes.family import KnownCall, derived, known_call, possible
 from rkmate.ir.plan import in_one_line
+from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.offload.protocol import CopyEngine
 from rkmate.offload.target import Offload
 from rkmate.pipeline.attempts import Planned
@@ -43,8 +44,9 @@ from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards, Observations, changing, differing
+from rkmate.runtime.outside import MANY, MORE, Outside, OutsideWatch
 from rkmate.runtime.recorded_step import RecordedStep, check_plan
-from rkmate.runtime.segments import OpenCalls
+from rkmate.runtime.segments import Call, OpenCalls, saved_by
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
@@ -221,6 +223,8 @@ class Executable:
     """Number of nodes of the graph that it runs over."""
     recorded: RecordedStep | None = None
     """The recorded step, if steps are recorded and one was."""
+    looked: bool = False
+    """Whether a step has looked for what the caller holds during its backward."""
     ran: bool = False
     """Whether a step has run as it is, before it is recorded: libraries set themselves up in it."""
 
@@ -233,6 +237,8 @@ class Specialization:
     executables: dict[TangentMask, Executable] = field(default_factory=dict)
     mask: TangentMask = ()
     """The tangent mask that the next forward is planned for."""
+    outside: Outside = Outside()
+    """What the caller was seen to make of the outputs, if a plan has no room for it."""
     member: Member | None = None
     """The full capture from which other sizes are derived; None if this one was derived."""
 
@@ -447,6 +453,8 @@ class PlanCache:
         calls = self.planning.settings.calls
         if self.open_calls.seen > calls and not self.open_calls.now():
             return self._for_calls_seen(known, tensors, calls)
+        if known.outside != Outside() and not self.open_calls.now():
+            return self._for_outside(known, tensors)
         mask = known.mask
         found = known.executables.get(mask)
         if found is None:
@@ -485,6 +493,62 @@ class PlanCache:
         logger.warning("the module is called %d times before a backward: from this step on, plans are for %d "
                        "calls, within %s bytes (the first step, planned for %d, took more)", calls, calls,
                        f"{found.plan.budget_bytes:,}", before)
+        return found
+
+    def look_outside(self, call: Call, known: Specialization, ready: Executable) -> None:
+        """Look, once for each plan, at what the caller makes of the outputs of a call whose forward has
+        returned, before its backward. If the plan has no room for it, the next forward is planned anew."""
+        settings, plan = known.traced.settings, ready.plan
+        if ready.looked or self._saved or settings.loss_bytes is not None or settings.calls > 1 or \
+                self.planning.calls_at_once > 1 or not ready.compiled.outputs.are_large:
+            return
+        ready.looked = True
+        number = self.open_calls.added
+        watch, then = OutsideWatch(ready.compiled.device), call.begins
+        usual, free = plan.graph.reserve_at_loss, plan.budget_bytes - plan.peak_bytes
+
+        def begins(grads: Sequence[torch.Tensor | None]) -> None:
+            seen = watch.end(grads)
+            if self.open_calls.added == number and len(self.open_calls.now()) == 1:
+                if seen.operations > MANY:
+                    warn(f"more than {MANY} operations follow on the outputs of {known.traced.name}: what "
+                         f"they take comes on top of the budget, in which {usual:,} bytes are left for a "
+                         "loss. Leave room for other models in a step (rkmate.Settings(loss_bytes=...))")
+                elif seen.held - LOSS_SCALARS > free or not (
+                        seen.is_usual or saved_by(plan) + _of_more(usual) <= plan.budget_bytes):
+                    known.outside = seen
+            if then is not None:
+                then(grads)
+        call.begins = begins
+
+    def _for_outside(self, known: Specialization, tensors: Sequence[torch.Tensor]) -> Executable:
+        """Return a plan that leaves room for what the caller makes of the outputs; where there is none, the
+        one before, with a warning."""
+        with planning_lock:
+            before, executables, seen = known.traced, dict(known.executables), known.outside
+            known.outside = Outside()
+            if seen == Outside() or not executables:        # plans are for more calls now
+                return self.current(known, tensors)         # another thread was here meanwhile
+            usual = max(e.plan.graph.reserve_at_loss for e in executables.values())
+            loss = usual if seen.is_usual else _of_more(usual)
+            known.traced = replace(before, outside=max(0, seen.held - LOSS_SCALARS), settings=replace(
+                before.settings, loss_bytes=loss))
+            known.executables.clear()
+            words = (f"the loss that is computed from the outputs of {before.name} takes more than a usual "
+                     f"one (about {loss:,} bytes; {seen.held:,} are held while the backward runs)")
+            try:
+                found = self.current(known, tensors)
+            except InfeasibleBudget as error:
+                known.traced = before
+                known.executables.update(executables)
+                found = self.current(known, tensors)
+                plan = found.plan
+                warn(f"{words}. No plan keeps to the budget with it: {error}. Steps take up to about "
+                     f"{max(plan.peak_bytes + seen.held, saved_by(plan) + loss):,} bytes, and the budget is "
+                     f"{plan.budget_bytes:,}. A loss inside of the plan (rkmate.with_loss) takes less")
+                return found
+        logger.warning("%s: from this step on, plans leave room for that (the first step took more than its "
+                       "budget)", words)
         return found
 
     def _plan_for_calls(self, calls: int) -> None:
@@ -566,6 +630,7 @@ class PlanCache:
         if plan is None and self.reads.often and traced.settings.deferred_outputs != "never":
             with contextlib.suppress(InfeasibleBudget):
                 return self._executable(undeferred(traced), budget, None, known, like, derived=derived)
+        is_given = plan is not None
         saved = [p for p in self._saved if not p.deferred or traced.settings.deferred_outputs != "never"]
         planned = like.planned if like is not None else follow(traced, plan) if plan is not None else \
             (follow_any(traced, saved) if saved else None) or \
@@ -582,8 +647,13 @@ class PlanCache:
                            self._engines.of(prepared.device) if generated.copies else None)
         if self.planning.cuda_graph:
             check_plan(plan, step)
-        return Executable(plan, step, known=KnownPlan(plan, not derived, planned.orders),
+        return Executable(plan, step, looked=is_given, known=KnownPlan(plan, not derived, planned.orders),
                           graph_nodes=len(prepared.partition.program.joint.graph.nodes))
+
+
+def _of_more(usual: int) -> int:
+    """Return the bytes of a loss that takes more than a usual one."""
+    return usual * MORE[0] // MORE[1]
 
 
 def _names(mask: TangentMask) -> str:

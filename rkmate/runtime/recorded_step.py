@@ -55,6 +55,9 @@ def check_plan(plan: Plan, step: PlannedStep) -> None:
     if step.capture.effects.objects:
         raise ArgumentError(f"{_OPTION} runs on copies of the arguments, and the forward changes an object "
                             "among them, which the caller would not see")
+    if answers := step.capture.effects.answers:
+        raise ArgumentError(f"{_OPTION} records operations that ask the host for nothing, and this step "
+                            f"asks, after each forward, whether {answers[0].what}")
     if plan.deferred:
         raise ArgumentError(f"{_OPTION} writes over what a forward has left, and this plan has outputs "
                             'that are computed later: rkmate.Settings(deferred_outputs="never")')

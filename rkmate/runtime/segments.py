@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +54,8 @@ class Call:
         """Gradients that were found in another way: the segments only hand them out."""
         self.additions: Additions | None = None
         """Gradients that the backward adds to `.grad` itself, if there are any."""
-        self.begins: Callable[[], None] | None = None
-        """Called before the first segment runs."""
+        self.begins: Callable[[Sequence[torch.Tensor | None]], None] | None = None
+        """Called before the first segment runs, with the gradients of the outputs."""
         self.finished: Callable[[], None] | None = None
         """Called when the last segment has run."""
         self.rerun: RerunState | None = None
@@ -68,8 +67,9 @@ class Call:
         self.token = token(env.device)
         """The gradient of every token."""
 
-    def begin(self, receive: Callable[[], None]) -> None:
-        """Begin the backward: `receive` puts the gradients of the outputs where the segments find them.
+    def begin(self, receive: Callable[[], None], grads: Sequence[torch.Tensor | None] = ()) -> None:
+        """Begin the backward: `receive` puts the gradients of the outputs, `grads`, where the segments find
+        them.
 
         Raises `BackwardError` when the backward has begun before, except for one through other outputs where
         the graph was kept: the forward runs a second time for those.
@@ -82,7 +82,7 @@ class Call:
         if self.additions is not None:
             self.additions.check()
         if self.begins is not None:
-            self.begins()
+            self.begins(grads)
         try:
             receive()
         except BaseException:
@@ -269,7 +269,7 @@ class _Outputs(torch.autograd.Function):
         if torch.is_grad_enabled():
             ctx.call.begin_with_graph({i: g for i, g in enumerate(grads) if g is not None})
         else:
-            ctx.call.begin(lambda: ctx.receive(ctx.call, list(grads)))
+            ctx.call.begin(lambda: ctx.receive(ctx.call, list(grads)), grads)
         return None, None, None, None, ctx.call.token
 
 
@@ -345,6 +345,8 @@ class OpenCalls:
         makes, so that later steps are planned for them, rather than warn."""
         self._expected = expected
         self._counts = counts
+        self.added = 0
+        """Forwards that have run."""
         self.seen = 1
         """The most calls before a backward that were over the budget, where calls are counted."""
         self._calls: list[weakref.ref[Call]] = []
@@ -369,8 +371,9 @@ class OpenCalls:
     def add(self, call: Call, plan: Plan) -> None:
         """Add a forward that has run, and the plan that it follows."""
         with self._lock:
+            self.added += 1
             self._calls.append(weakref.ref(call))
-        call.begins = partial(self.check, plan)
+        call.begins = lambda grads: self.check(plan)
 
     def check(self, plan: Plan, *, forward: bool = False) -> None:
         """Warn, before a forward or a backward, if the other calls hold so much that the next part exceeds
@@ -400,6 +403,11 @@ class OpenCalls:
              f"({held:,} are held now), and the budget of {plan.budget_bytes:,} bytes was planned for "
              f"{planned}. rkmate.wrap(..., calls={calls}) plans for all of them. Where no backward will "
              "come, drop the outputs, or call the module under torch.no_grad()")
+
+
+def saved_by(plan: Plan) -> int:
+    """Return the bytes that a call holds between its forward and its backward, its outputs included."""
+    return simulate(plan.graph.cd, plan.schedule, pinned=plan.graph.pinned).saved
 
 
 def _of_forward(plan: Plan) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,9 @@ _DESCRIPTOR = "desc"
 _SEQUENCE = "seq_nr"
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 _CUSTOM = "custom"
-_WISH = "rkmate_wish"
+WISH = "rkmate_wish"
+"""Key of a wish among a node's annotations."""
+_ROOT = "L__self__"
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -63,19 +65,19 @@ def annotation(meta: Mapping[str, Any], key: str) -> Any:
 @contextmanager
 def wish_marked(wish: tuple[Any, ...]) -> Iterator[None]:
     """Let operations that are traced inside the context carry a wish of the user's."""
-    with torch.fx.traceback.preserve_node_meta(), torch.fx.traceback.annotate({_WISH: wish}):
+    with torch.fx.traceback.preserve_node_meta(), torch.fx.traceback.annotate({WISH: wish}):
         yield
 
 
 def wish_of(node: fx.Node) -> tuple[Any, ...] | None:
     """Return the wish that a node carries."""
-    wish: tuple[Any, ...] | None = annotation(node.meta, _WISH)
+    wish: tuple[Any, ...] | None = annotation(node.meta, WISH)
     return wish
 
 
 def carry_wish(node: fx.Node, wish: tuple[Any, ...]) -> None:
     """Let a node carry a wish."""
-    node.meta[_CUSTOM] = {**node.meta.get(_CUSTOM, {}), _WISH: wish}
+    node.meta[_CUSTOM] = {**node.meta.get(_CUSTOM, {}), WISH: wish}
 
 
 def add_like(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -97,4 +99,34 @@ def copied(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) ->
         args, kwargs = (), {}
     made = add_like(graph, node, args, kwargs)
     made.meta.update(node.meta)
+    return made
+
+
+def moved(meta: Mapping[str, Any], sequence: Callable[[int], int | None],
+          stack: Callable[[Mapping[str, tuple[str, Any]]], Mapping[str, tuple[str, Any]]],
+          annotation: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return a node's metadata for a copy in another layer, without the role of an input.
+
+    sequence: autograd's number -> the copy's, or None. stack: modules whose forwards were running -> the
+    copy's. annotation: key and value of an annotation -> the copy's value, or None.
+    """
+    made = without_descriptor(meta)
+    if made.get(_SEQUENCE) is not None:
+        made[_SEQUENCE] = sequence(made[_SEQUENCE])
+    for key in _STACKS:
+        if made.get(key):
+            made[key] = stack(made[key])
+    if made.get(_CUSTOM):
+        made[_CUSTOM] = {k: new for k, v in made[_CUSTOM].items() if (new := annotation(k, v)) is not None}
+    return made
+
+
+def renamed(stack: Mapping[str, tuple[str, Any]],
+            rename: Callable[[str], str]) -> dict[str, tuple[str, Any]]:
+    """Return modules whose forwards were running (`module_stack`) under other paths."""
+    made = {}
+    for key, (path, kind) in stack.items():
+        new, old = rename(path), f"{_ROOT}{path}"
+        # Of a module that is called again, a suffix of the key says which call it is.
+        made[f"{_ROOT}{new}{key[len(old):]}" if key.startswith(old) else key] = (new, kind)
     return made

@@ -120,6 +120,17 @@ def test_a_notice_names_both_peaks(caplog: pytest.LogCaptureFixture) -> None:
         assert not caplog.text
 
 
+@pytest.mark.parametrize("fraction_of", ["plain", "checkpointed"])
+def test_an_error_names_a_share_that_a_budget_can_be(fraction_of: str) -> None:
+    settings = rkmate.Settings(costs="analytic", fraction_of=fraction_of)
+    with pytest.raises(rkmate.InfeasibleBudget) as error:
+        rkmate.plan(Net(False), (X,), budget=1, progress=False, settings=settings)
+    plan = rkmate.plan(Net(False), (X,), budget=1.0, progress=False, settings=settings)
+    whole = plan.budget_bytes
+    assert f"({error.value.minimum_bytes / whole:.0%} of its own peak of {whole:,} bytes" in str(error.value)
+    assert ("with its checkpointing" in str(error.value)) is (fraction_of == "checkpointed")
+
+
 def test_other_peaks_are_unknown() -> None:
     with pytest.raises(ArgumentError, match="it should be 'plain' or 'checkpointed'"):
         rkmate.Settings(fraction_of="own")

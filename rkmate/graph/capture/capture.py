@@ -40,13 +40,14 @@ from rkmate.graph.capture.values import (
     drop_unused,
     from_inputs,
     is_stopped_by_values,
+    taken_for_granted,
 )
 from rkmate.torch_seam.containers import pytree, tensors_in
 from rkmate.torch_seam.modules import HOOKED, buffers_of
 from rkmate.torch_seam.nodes import VALUE, descriptor
 from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError, noting_inner_gradients
 from rkmate.torch_seam.patches.features import INNER, check_once
-from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW
+from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW, ChecksByValue
 from rkmate.torch_seam.tensors import FakeTensor, storage_id
 from rkmate.torch_seam.trace import Role, export_joint, graphs_without_code, load, quiet, role_of
 from rkmate.torch_seam.versions import is_off
@@ -151,8 +152,11 @@ class _Flat(nn.Module):
         flat, structure = take_apart(out, result=True)
         self.found.structure = structure
         self.found.assigned = self._before.assigned()
-        self.found.effects, every = found_effects(self.found.assigned, changed, [*tensors, *flat])
+        effects, every = found_effects(self.found.assigned, changed, [*tensors, *flat])
         flat = every[len(tensors):]
+        asked, answers = taken_for_granted(len(flat))
+        flat += asked
+        self.found.effects = replace(effects, answers=answers)
         self.found.outputs = len(flat)
         # A copy of each output keeps the graph's outputs free of aliases (of inputs, of each
         # other); simplification drops the copies again.
@@ -333,15 +337,16 @@ def _capture(model: nn.Module, args: tuple[Any, ...],
         return _once(model, args, kwargs, None)
     except CaptureError as error:
         cause, given = error.__cause__, take_apart((args, kwargs), result=False)[0]
-        if not isinstance(cause, Exception) or not is_stopped_by_values(cause):
+        if not isinstance(error, ChecksByValue) and (
+                not isinstance(cause, Exception) or not is_stopped_by_values(cause)):
             raise
         before.restore()
         with from_inputs(model, given) as values:
             try:
                 return _once(model, args, kwargs, values)
             except CaptureError:
-                if values.answered:         # the first obstacle is none, and there is another
-                    raise
+                if values.answered or values.questions.answered:
+                    raise                   # the first obstacle is none, and there is another
                 raise error from cause
 
 
@@ -407,7 +412,7 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
                                f"{role.of.name.removeprefix('model.')!r} in place, which cannot be "
                                "planned: change it outside of the forward, or keep it in a buffer")
         if role.kind == "token":
-            raise CaptureError(f"{type(model).__name__} uses an operation that {CHECKS_BY_VALUE}")
+            raise ChecksByValue(f"{type(model).__name__} uses an operation that {CHECKS_BY_VALUE}")
         raise CaptureError(f"{type(model).__name__}: the captured graph has an input of a kind that "
                            f"is not supported: {said}")
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rkmate.errors import CaptureError
+from rkmate.graph.capture.answers import Answer
 from rkmate.graph.capture.state import MISSING, Assigned, is_made_by_a_hook
 from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.torch_seam.containers import PLAIN, pytree, tensors_in
@@ -74,6 +75,8 @@ class Effects:
 
     attributes: tuple[Written, ...] = ()
     objects: tuple[ChangedObject, ...] = ()
+    answers: tuple[Answer, ...] = ()
+    """What a forward has to find for all of this, and its result, to be right."""
 
     def __bool__(self) -> bool:
         return bool(self.attributes or self.objects)

@@ -57,6 +57,11 @@ def _hinted(x: torch.Tensor, wish: Literal["keep", "recompute"]) -> torch.Tensor
     return marked
 
 
+def renewed(mark: tuple[int, str, str]) -> tuple[int, str, str]:
+    """Return the mark of the same hint in another layer."""
+    return next(_numbers), *mark[1:]
+
+
 class Hint(NamedTuple):
     """A hint in a graph."""
 

@@ -38,6 +38,7 @@ from rkmate.torch_seam.patches.custom_functions import kept_whole, run_as_they_a
 from rkmate.torch_seam.patches.custom_operators import writes_as_values
 from rkmate.torch_seam.patches.layouts import as_kernels_return_them
 from rkmate.torch_seam.patches.libraries import (
+    adapters_hooked_once,
     masks_as_in_eager_mode,
     sources_as_in_eager_mode,
     without_value_checks,
@@ -170,6 +171,11 @@ PATCHES = (
           "A module that is moved gets new parameters, which a trace cannot follow. Most such calls in a "
           "forward (such as a router's, to its own type) move nothing.",
           _of_any_model(standing_modules_stay), feature=features.MOVES),
+    Patch("activated adapters",
+          "peft hooks the checkpointed layers of such adapters once more in each forward, for the second run "
+          "of their forward, and takes these hooks away in the backward. A plan replaces checkpointing, and "
+          "has no such run.",
+          adapters_hooked_once, ()),
     Patch("hooks around every module",
           "Such hooks also run around the modules that a trace adds around the model: the plan would "
           "contain their computations more than once.",

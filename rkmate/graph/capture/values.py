@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from rkmate import device as devices
 from rkmate.device.random_state import RandomState
 from rkmate.errors import CaptureError
+from rkmate.graph.capture.answers import Answer, Questions
 from rkmate.graph.capture.recipe import (
     Builder,
     Recipe,
@@ -303,6 +304,14 @@ def begin(traced: Sequence[torch.Tensor], model: nn.Module) -> None:
         values.begin(traced, model)
 
 
+def taken_for_granted(outputs: int) -> tuple[list[torch.Tensor], tuple[Answer, ...]]:
+    """Return what the traced forward has asked, and what was answered without knowing: tensors that become
+    outputs of the step, behind `outputs` others, and the answers."""
+    values: Values | None = getattr(_here, "values", None)
+    found = [] if values is None else values.questions.answered
+    return [a.tensor for a in found], tuple(Answer(outputs + k, a.value, a.what) for k, a in enumerate(found))
+
+
 @dataclass
 class _Known:
     """A traced tensor with a twin."""
@@ -350,6 +359,7 @@ class Values:
         self.numbers: set[str] = set()
         """The buffers that the forward reads numbers from."""
         self._autocast: list[Any] = []
+        self.questions = Questions()
         self.asked = False
         """Whether what a call looks at may decide."""
         self.answered = False
@@ -618,7 +628,7 @@ class _Watching(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
-        return self._values.call(func, args, kwargs or {})
+        return self._values.questions.call(func, args, kwargs or {}, self._values.call)
 
 
 def _autocast() -> list[Any]:

@@ -14,7 +14,8 @@ import marshal
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeGuard
 
 import torch
@@ -55,6 +56,34 @@ class Recording:
     """Numbers among arguments, and of the shapes, strides and offsets of all results, in order."""
     result: Structure
     """Around the output tensors."""
+    steps: Steps | None = field(default=None, compare=False)
+    """The operations one by one, if requested."""
+
+
+Reference = tuple[int, int]
+"""A tensor: the step that has made it, and its number among that step's tensors."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a dry run: tensors that enter it, and then operations."""
+
+    tokens: tuple[bytes, ...]
+    """For each step its operation, all arguments that are no tensors, and the forms of its results."""
+    references: tuple[tuple[Reference, ...], ...]
+    """For each step the tensors that it reads, in order."""
+    entered: tuple[str, ...]
+    """Names of the parameters and buffers, which enter after the `inputs` arguments."""
+    inputs: int
+    backward: int
+    """Number of steps before the backward; the last ones copy the `outputs`."""
+    tangents: int
+    """Number of steps with which the backward begins, that make the gradients of outputs."""
+    gradients: tuple[tuple[str, Reference | None], ...]
+    """Gradients of arguments, by number, and of parameters, by name."""
+    outputs: tuple[Reference, ...]
+    assigned: tuple[tuple[str, str], ...]
+    """Attributes of objects that the forward assigns, and their values as text."""
 
 
 Answer = tuple[list[TensorForm | None], Any]
@@ -65,8 +94,10 @@ class _Refused(Exception):
     """The step does something that a dry run has no answer to."""
 
 
-def dry_run(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm]) -> Recording | None:
-    """Record the training step of a call with these tensors; None where that is not possible.
+def dry_run(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm], *,
+            steps: bool = False) -> Recording | None:
+    """Record the training step of a call with these tensors; None where that is not possible. `steps`: keep
+    the operations, too.
 
     The model is left as it was. What the step asks of values, or draws on the host, is not possible.
     """
@@ -74,7 +105,7 @@ def dry_run(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm]) ->
     try:
         for way in ways_to_export(model):
             try:
-                recorded = _record(model, inputs, forms, way, before)
+                recorded = _record(model, inputs, forms, way, before, steps)
                 draws.refuse_change(model)
                 return recorded
             except KeyboardInterrupt:
@@ -89,7 +120,8 @@ def dry_run(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm]) ->
 
 
 def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
-            way: Callable[[], AbstractContextManager[None]], state: PythonState) -> Recording:
+            way: Callable[[], AbstractContextManager[None]], state: PythonState,
+            steps: bool) -> Recording:
     """Record a dry run. `state`: of the model; it is restored afterwards."""
     with ExitStack() as stack:
         stack.enter_context(unchanged_random_state(*devices.in_use()))
@@ -102,9 +134,11 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
         recorder = _Recorder()
         given = [recorder.enter(f) for f in forms]
         leaves = [t for t in given if t.requires_grad]
+        learning = [str(k) for k, t in enumerate(given) if t.requires_grad]
+        names: list[str] = []
         stack.callback(state.restore)
         registered: dict[int, torch.Tensor] = {}
-        for m in model.modules():
+        for path, m in model.named_modules():
             if isinstance(m, nn.RNNBase):
                 raise _Refused("keeps lists of its weights")
             for registry in (parameters_of(m), buffers_of(m)):
@@ -113,20 +147,28 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
                         continue
                     if id(t) not in registered:
                         registered[id(t)] = recorder.enter(form_of(t))
+                        names.append(f"{path}.{name}" if path else name)
                         if t.requires_grad:
                             leaves.append(registered[id(t)])
+                            learning.append(names[-1])
                     registry[name] = registered[id(t)]
         recorder.real = frozenset(registered)
         flat = flat_module(model, inputs, state)
         with recorder:
             outputs = flat(*given)
             found = [o for o in outputs if o.requires_grad]
+            turn = recorder.count
+            tangents = [torch.empty_like(o) for o in found]
+            begun = recorder.count - turn
+            gradients: Sequence[torch.Tensor | None] = ()
             if found:
-                gradients = torch.autograd.grad(found, leaves, [torch.empty_like(o) for o in found],
-                                                allow_unused=True)
+                gradients = torch.autograd.grad(found, leaves, tangents, allow_unused=True)
+            recorder.mark()
+            if found:
                 recorder.note(tuple(None if g is None else recorder.number_of(g) for g in gradients))
         recorder.note(tuple(recorder.number_of(o) for o in outputs))
-        for a in state.assigned():
+        assigned = state.assigned()
+        for a in assigned:
             if isinstance(a.holder, nn.Module) or tensors_in(a.new):
                 raise _Refused("assigns an attribute")
             recorder.note((a.path, repr(a.new)))
@@ -134,7 +176,10 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
             raise _Refused("changes an object among its arguments")
         structure = flat.found.structure
         assert structure is not None
-    return Recording(recorder.digest(), tuple(recorder.numbers), structure)
+        kept = None if not steps else recorder.steps(
+            names, len(given), turn, begun, list(zip(learning, gradients, strict=bool(found))), outputs,
+            [(a.path, repr(a.new)) for a in assigned])
+    return Recording(recorder.digest(), tuple(recorder.numbers), structure, kept)
 
 
 class _Sized(torch.Tensor):
@@ -174,6 +219,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.numbers: list[int | float] = []
         self._notes: list[Any] = []
+        self._marks: list[tuple[int, int, int]] = []
+        """For each step the notes, numbers and tensors before it."""
         self._made: list[tuple[_Sized, _Origin | None]] = []
         """All tensors, each with the call that returned it and its position among the results."""
         self.real: frozenset[int] = frozenset()
@@ -196,12 +243,43 @@ class _Recorder(TorchDispatchMode):
         """Note a value that two recordings must have in common: plain values, and lists of them."""
         self._notes.append(what)
 
+    @property
+    def count(self) -> int:
+        """The number of steps so far."""
+        return len(self._marks)
+
+    def mark(self) -> None:
+        """Begin a step."""
+        self._marks.append((len(self._notes), len(self.numbers), len(self._made)))
+
+    def steps(self, entered: Sequence[str], inputs: int, backward: int, tangents: int,
+              gradients: Sequence[tuple[str, torch.Tensor | None]],
+              outputs: Sequence[torch.Tensor], assigned: Sequence[tuple[str, str]]) -> Steps:
+        """Return the steps up to the last mark, which begins none."""
+        tokens, references, of = list[bytes](), list[tuple[Reference, ...]](), list[Reference]()
+        for step, (start, end) in enumerate(pairwise(self._marks)):
+            words = [w for note in self._notes[start[0]:end[0]] for w in note]
+            read = [w for w in words if type(w) is int] if step >= inputs + len(entered) else []
+            references.append(tuple([of[w] for w in read]))
+            count = end[2] - start[2]
+            of += [(step, k) for k in range(count)]
+            tokens.append(marshal.dumps((count, [None if read and type(w) is int else w for w in words],
+                                         self.numbers[start[1]:end[1]]), 2))
+
+        def place(t: torch.Tensor) -> Reference:
+            return of[self.number_of(t)]
+
+        return Steps(tuple(tokens), tuple(references), tuple(entered), inputs, backward, tangents,
+                     tuple((name, None if t is None else place(t)) for name, t in gradients),
+                     tuple(map(place, outputs)), tuple(assigned))
+
     def digest(self) -> bytes:
         """Return the digest of everything that was noted."""
         return hashlib.sha256(marshal.dumps(self._notes, 2)).digest()       # as of 3, equal values may differ
 
     def enter(self, form: TensorForm) -> torch.Tensor:
         """Return a new tensor of a form."""
+        self.mark()
         made = self._new(form, None)
         self.note((str(form.dtype), str(form.device), form.requires_grad, len(form.shape)))
         return made
@@ -242,6 +320,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if communicates(func, args, kwargs):
             raise _Refused(f"{func} communicates")
+        self.mark()
         name, writes = self._known(func)
         words: list[Any] = [name]
         key: list[Any] = [id(func)]

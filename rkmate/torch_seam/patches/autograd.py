@@ -162,7 +162,8 @@ def tag_what_needs_the_loss(graph: fx.Graph) -> None:
 # program runs it can be simulated.
 
 
-_KEY = "rkmate_region"
+REGION = "rkmate_region"
+"""Key of a region's number among a node's annotations."""
 _numbers = itertools.count()
 
 
@@ -170,10 +171,10 @@ _numbers = itertools.count()
 def region() -> Iterator[None]:
     """Let operations that are traced inside the context belong to one region: a new one, unless a region is
     open."""
-    if annotation(torch.fx.traceback.current_meta, _KEY) is not None:
+    if annotation(torch.fx.traceback.current_meta, REGION) is not None:
         yield
         return
-    with torch.fx.traceback.preserve_node_meta(), torch.fx.traceback.annotate({_KEY: next(_numbers)}):
+    with torch.fx.traceback.preserve_node_meta(), torch.fx.traceback.annotate({REGION: next(_numbers)}):
         yield
 
 
@@ -195,9 +196,14 @@ def regions_marked() -> Iterator[None]:
         yield
 
 
+def renewed_region(number: int) -> int:
+    """Return the number of a new region, which is like another one in another layer."""
+    return next(_numbers)
+
+
 def region_of(node: fx.Node) -> int | None:
     """Return the region that an operation of the forward was called in."""
-    number: int | None = annotation(node.meta, _KEY)
+    number: int | None = annotation(node.meta, REGION)
     return number
 
 

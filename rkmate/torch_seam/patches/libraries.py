@@ -96,6 +96,22 @@ def _as_not_compiled(asking: Sequence[ModuleType]) -> Iterator[None]:
         yield
 
 
+_LAYERS, _LAYER = "transformers.modeling_layers", "GradientCheckpointingLayer"
+_ADAPTERS = "alora_invocation_tokens"
+
+
+def adapters_hooked_once(model: nn.Module) -> AbstractContextManager[Any] | None:
+    """Return a context in which peft's activated LoRA hooks its layers for the forward alone, and not again
+    for the second run of checkpointed ones, which a plan has none of. Return None for other models."""
+    layers = sys.modules.get(_LAYERS)
+    configs = [c for m in model.modules() if isinstance(c := getattr(m, "peft_config", None), dict)]
+    if not hasattr(layers, _LAYER) or not any(
+            getattr(c, _ADAPTERS, None) for found in configs for c in found.values()):
+        return None
+    # peft looks for layers of this class, and transformers has made its own long ago.
+    return mock.patch.object(layers, _LAYER, type(_LAYER, (nn.Module,), {}))
+
+
 @contextmanager
 def as_in_eager_mode() -> Iterator[None]:
     """Let loaded libraries decide as in eager mode, while a module is exported."""

@@ -226,6 +226,10 @@ up."""
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 
 
+class ChecksByValue(CaptureError):
+    """An operation checks the values of its result."""
+
+
 @contextmanager
 def checks_by_value_refused(model: nn.Module) -> Iterator[None]:
     """Raise `CaptureError` where an operation checks the values of its result while a module is captured.
@@ -238,7 +242,7 @@ def checks_by_value_refused(model: nn.Module) -> Iterator[None]:
         if id(func) not in _CHECKS:
             return
         if func is aten._linalg_check_errors.default:
-            raise CaptureError(f"{type(model).__name__} uses an operation that {CHECKS_BY_VALUE}")
+            raise ChecksByValue(f"{type(model).__name__} uses an operation that {CHECKS_BY_VALUE}")
         # Up to 2.14, the check of a distribution asks for a value, which stops a trace.
         if any(f.filename.startswith(_DISTRIBUTIONS) for f in traceback.extract_stack()):
             raise ValueError("data-dependent check of a distribution's arguments")
@@ -248,6 +252,7 @@ def checks_by_value_refused(model: nn.Module) -> Iterator[None]:
 
 
 CHECKS_BY_VALUE = (
-    "checks its result or has other effects (torch.linalg.inv, solve and cholesky do), which a plan "
-    "cannot order: use the one without the check (torch.linalg.inv_ex, solve_ex, cholesky_ex)")
+    "checks its result or has other effects (torch.linalg.lu_factor, eig and matrix_power do), which a plan "
+    "cannot order: use the one without the check (torch.linalg.lu_factor_ex), or torch.linalg.inv, solve or "
+    "cholesky")
 """Text of an error: the operation's effect, and what to use instead."""

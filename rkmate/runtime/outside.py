@@ -1,0 +1,83 @@
+"""What the caller makes of a planned module's outputs before the backward begins: a loss, or more.
+
+A plan leaves room for a usual loss: three times the outputs that it is computed from. Some losses take more
+(a formula of several operations), and some hold memory to the end of the backward: `F.mse_loss` returns a
+number in a storage as large as its input. No plan can know before the first step, so that step looks.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rkmate.runtime.observed_step import key_of
+
+USUAL = re.compile(
+    r"^(Nll|LogSoftmax|Mse|SmoothL1|Huber|BinaryCrossEntropy|View|UnsafeView|ReshapeAlias|Transpose|T|Permute|"
+    r"Slice|Select|Squeeze|Unsqueeze|Alias|Clone|Add|Mul|Div|Sum|Mean|ToCopy)(Loss|Loss2D|LossND|WithLogits)?"
+    r"Backward\d*$")
+"""Names of autograd's nodes of which losses consist that take no more than is left for one."""
+MORE = 5, 3
+"""The memory of another loss, as a ratio to that of a usual one."""
+MANY = 100
+"""Operations between forward and backward that are more than a loss: other models."""
+
+
+class Outside(NamedTuple):
+    """What a step has shown."""
+
+    held: int = 0
+    """Bytes that the caller has made, and holds while the backward runs."""
+    is_usual: bool = True
+    """Whether the loss takes no more than is left for one."""
+    operations: int = 0
+    """Differentiable operations from the outputs to the loss."""
+
+
+class OutsideWatch:
+    """Looks for what was made since a forward has returned, and is still there when its backward begins:
+    the tensors that Python refers to, and the operations that led to them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = frozenset(_found(device))
+
+    def end(self, gradients: Sequence[torch.Tensor | None]) -> Outside:
+        """Return what is there now. `gradients`: of the module's outputs, which a plan counts."""
+        known = self._before | {key_of(g) for g in gradients if g is not None}
+        new = {key: found for key, found in _found(self._device).items() if key not in known}
+        names = _operations([t.grad_fn for found in new.values() for t in found
+                             if t.numel() == 1 and t.grad_fn is not None])
+        return Outside(sum(found[0].untyped_storage().nbytes() for found in new.values()),
+                       all(map(USUAL.match, names)), len(names))
+
+
+def _found(device: torch.device) -> dict[int, list[torch.Tensor]]:
+    """Return the tensors of a device by the number of their storage; without those that have none."""
+    found: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for t in gc.get_objects():
+        if type(t) in (torch.Tensor, nn.Parameter) and t.device == device and (key := key_of(t)) is not None:
+            found[key].append(t)
+    return found
+
+
+def _operations(begin: Sequence[Any]) -> list[str]:
+    """Return the names of autograd's nodes from some on, up to those of planned modules."""
+    seen: set[Any] = set()
+    names: list[str] = []
+    todo = list(begin)
+    while todo and len(names) <= MANY:
+        node = todo.pop()
+        name = type(node).__name__
+        if node in seen or name == "AccumulateGrad" or name.startswith("_"):
+            continue
+        seen.add(node)
+        names.append(name)
+        todo += [n for n, _ in node.next_functions if n is not None]
+    return names

@@ -1,0 +1,92 @@
+"""Losses that are computed outside of a planned module, and take more than a usual one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rkmate
+from rkmate.measure.step import measure_step
+
+X = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
+Loss = Callable[[torch.Tensor], torch.Tensor]
+LOSSES: dict[str, Loss] = {
+    "a usual one": lambda out: F.mse_loss(out, torch.zeros_like(out)),
+    "of several operations": lambda out: out.square().mean(),
+    "that holds its input's bytes": lambda out: F.binary_cross_entropy(
+        out.sigmoid(), torch.full_like(out, 0.5)),
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))))
+
+
+def stepping(model: nn.Module, loss: Loss) -> Callable[[], None]:
+    return lambda: loss(model(X)).backward()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_second_step_keeps_to_the_budget(name: str) -> None:
+    plain, model = net(), net()
+    budget = int(0.7 * measure_step(plain, stepping(plain, LOSSES[name])).peak)
+    for each in (plain, model):
+        each.zero_grad()
+    rkmate.apply(model, budget=budget, progress=False)
+    for _ in range(2):
+        stepping(plain, LOSSES[name])()
+        stepping(model, LOSSES[name])()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(  # type: ignore[arg-type]
+        plain.parameters(), model.parameters(), strict=True))
+    assert measure_step(model, stepping(model, LOSSES[name])).peak <= budget
+
+
+def _applied(loss: Loss, caplog: pytest.LogCaptureFixture, **settings: Any) -> Any:
+    model = net()
+    least = 0
+    try:
+        rkmate.wrap(net(), (X,), budget=1, progress=False, settings=rkmate.Settings(costs="analytic"))
+    except rkmate.InfeasibleBudget as error:
+        least = error.minimum_bytes
+    rkmate.apply(model, budget=least, progress=False, settings=rkmate.Settings(costs="analytic", **settings))
+    with caplog.at_level(logging.WARNING, "rkmate"):
+        for _ in range(3):
+            stepping(model, loss)()
+    return rkmate.applied(model).plan
+
+
+def test_what_finds_no_room_is_said_once_with_both_figures(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.warns(rkmate.RkmateWarning, match="takes more than a usual one") as said:
+        plan = _applied(LOSSES["that holds its input's bytes"], caplog)
+    assert len(said) == 1 and f"the budget is {plan.budget_bytes:,}" in str(said[0].message)
+
+
+def test_tensors_without_a_storage_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    left = []
+
+    def energy(x: torch.Tensor) -> torch.Tensor:
+        left.append(x)                  # a wrapper that is dead once the transform is over
+        return x.square().sum()
+
+    torch.func.grad(energy)(torch.ones(3))
+    left.append(torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2), check_invariants=True))
+    _applied(torch.sum, caplog)
+    assert "usual one" not in caplog.text
+
+
+def test_bytes_that_are_given_are_not_looked_for(caplog: pytest.LogCaptureFixture) -> None:
+    _applied(LOSSES["of several operations"], caplog, loss_bytes=100)
+    assert "usual one" not in caplog.text
+
+
+def test_other_models_in_a_step_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    other = nn.Sequential(*(nn.Tanh() for _ in range(120)))
+    with pytest.warns(rkmate.RkmateWarning, match="more than 100 operations follow"):
+        _applied(lambda out: other(out).sum(), caplog)

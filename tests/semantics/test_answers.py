@@ -1,0 +1,146 @@
+"""Forwards that ask for values to which nearly all calls have one answer: whether they are finite, whether a
+drawn number is above zero, whether a matrix can be inverted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rkmate
+from rkmate.errors import CaptureError
+from rkmate.measure.step import measure_step
+
+Asks = Callable[["Layer", torch.Tensor], torch.Tensor]
+
+
+class Layer(nn.Module):
+    """Draws, writes to buffers, and asks."""
+
+    def __init__(self, asks: Asks) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(16, 48), nn.Linear(48, 16), nn.BatchNorm1d(16)
+        self.asks = asks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.asks(self, self.norm(x + F.dropout(self.down(F.gelu(self.up(x))), 0.1)))
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        square: torch.Tensor = self.down.weight[:, :16].tanh()
+        return square + 3 * torch.eye(16)
+
+
+def _finite(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return x if torch.isfinite(x).all() else x.nan_to_num().clamp(-1, 1)
+
+
+def _not_finite(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    if torch.isnan(x).any() or x.isinf().any().item():
+        x = x.nan_to_num()
+    return x
+
+
+def _neither(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return x.nan_to_num() if bool((x.isnan() | x.isinf()).any()) else x
+
+
+def _drawn(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if torch.rand(1) > 0.0 else x
+
+
+def _inverted(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return x @ torch.linalg.inv(layer.matrix)
+
+
+def _solved(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.solve(layer.matrix, x.T).T
+
+
+def _factorised(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return x @ torch.linalg.cholesky(layer.matrix @ layer.matrix.T)
+
+
+KINDS = (_finite, _not_finite, _neither, _drawn, _inverted, _solved, _factorised)
+
+
+def trained(asks: Asks, budget: float | None, *, infinite: bool = False) -> tuple[
+        nn.Module, list[torch.Tensor]]:
+    """Return the model, and everything that four steps leave."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Layer(asks) for _ in range(2))), torch.randn(64, 16)
+    if budget is not None:
+        rkmate.apply(model, budget=budget, progress=False, settings=rkmate.Settings(
+            parts="never", costs="analytic"))
+    left = []
+    for number in range(4):
+        given = x.clone()
+        if infinite and number == 2:
+            given[0, 0] = torch.inf
+        torch.manual_seed(number)
+        loss = model(given).square().mean()
+        loss.backward()
+        left += [loss.detach(), torch.rand(2), *(b.clone() for b in model.buffers())]
+    return model, left + [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("asks", KINDS)
+def test_ordinary_steps_follow_a_plan(asks: Asks) -> None:
+    plain, planned = trained(asks, None)[1], trained(asks, 0.9)
+    assert same(plain, planned[1])
+    assert rkmate.applied(planned[0]).has_plan
+
+
+def test_what_undoes_a_forward_is_in_the_budget() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Layer(_finite) for _ in range(2))), torch.randn(64, 16)
+    run = lambda: model(x).sum().backward()     # noqa: E731
+    plain = measure_step(model, run).peak
+    rkmate.apply(model, budget=int(0.9 * plain), progress=False, settings=rkmate.Settings(parts="never"))
+    run()
+    assert measure_step(model, run).peak <= int(0.9 * plain)
+
+
+@pytest.mark.parametrize("asks", [_finite, _not_finite, _neither])
+def test_a_forward_with_another_answer_is_undone_and_runs_as_it_is(asks: Asks) -> None:
+    plain = trained(asks, None, infinite=True)[1]
+    with pytest.warns(rkmate.RkmateWarning, match="takes for granted that values are finite") as said:
+        planned = trained(asks, 0.9, infinite=True)[1]
+    assert same(plain, planned)
+    assert len([w for w in said if "takes for granted" in str(w.message)]) == 1
+
+
+def test_a_solver_raises_what_it_raises() -> None:
+    class Solver(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ torch.linalg.inv(self.weight)).sin()
+
+    model = rkmate.wrap(Solver(), (torch.randn(8, 4),), budget=1.0, progress=False)
+    model(torch.randn(8, 4)).sum().backward()
+    with torch.no_grad():
+        model.weight.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rkmate.RkmateWarning)
+        with pytest.raises(torch.linalg.LinAlgError):
+            model(torch.randn(8, 4))
+
+
+def test_an_answer_that_may_be_either_is_refused() -> None:
+    def dropped(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if torch.rand(1) > 0.1 else x
+
+    with pytest.raises(CaptureError, match="A random number decides"):
+        trained(dropped, 0.9)
