@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from rkmate.graph.passes import table
 from rkmate.ilp import OptionSettings
 from rkmate.ilp import settings as ilp_settings
 from rkmate.pipeline import search
+from rkmate.pipeline.settings import WHEN_TILED
 from rkmate.planners import settings as planner_settings
 from rkmate.planners.settings import PlannerSettings
 
@@ -32,8 +34,13 @@ hypothesis_settings.register_profile("new", deadline=None, suppress_health_check
 hypothesis_settings.load_profile("new" if os.environ.get("RKMATE_NEW_EXAMPLES") else "same")
 
 
+_DEFAULTS = ExitStack()
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """A cache of the run's own: what an earlier run left decides nothing. Workers inherit it."""
+    """A cache of the run's own: what an earlier run left decides nothing. Workers inherit it. Smallest
+    budgets are those of the original's operations, whose bits are compared; tests of tiles ask for them."""
+    _DEFAULTS.enter_context(WHEN_TILED.within("never"))
     if not hasattr(config, "workerinput"):
         _MADE.append(Path(tempfile.mkdtemp(prefix="rkmate-tests-")))
         os.environ["RKMATE_CACHE_DIR"] = str(_MADE[0])
@@ -44,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     """The run's cache goes with it."""
+    _DEFAULTS.close()
     for folder in _MADE:
         shutil.rmtree(folder, ignore_errors=True)
         os.environ.pop("RKMATE_CACHE_DIR", None)

@@ -17,7 +17,7 @@ from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.operations import is_view
 from rkmate.graph.ops.collectives import is_collective, seconds_of_collective
-from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.graph.passes.tiles.tiled import InTiles
 from rkmate.ir.cd import HOISTED, CDGraph, Cost, Kernel
 from rkmate.measure.temporaries import bytes_of, temporary_bytes
 from rkmate.torch_seam.nodes import VALUE
@@ -40,7 +40,7 @@ def analytic_costs(partition: Partition) -> dict[int, Cost]:
         seconds = seconds_of(node)
         # All kernels of an operation that is not tiled move the same bytes once.
         costs[i] = Cost(seconds, temporary_bytes(node, random=partition.program.cd.c[i].random), tuple(
-            Kernel(_seconds_of_tiles(other.target) if isinstance(other.target, Tiled) else seconds,
+            Kernel(_seconds_of_tiles(other.target) if isinstance(other.target, InTiles) else seconds,
                    bytes_of(other))
             for other in alternatives.get(node, ())))
     return costs
@@ -48,7 +48,7 @@ def analytic_costs(partition: Partition) -> dict[int, Cost]:
 
 def seconds_of(node: fx.Node) -> float:
     """Return the counted seconds of an operation."""
-    if isinstance(node.target, Tiled):
+    if isinstance(node.target, InTiles):
         return _seconds_of_tiles(node.target)
     if is_collective(node.target):
         args = fx.node.map_arg(node.args, lambda n: n.meta[VALUE])
@@ -67,12 +67,15 @@ def _rates(node: fx.Node) -> Rates:
     return devices.common(_tensors([n.meta[VALUE] for n in (node, *node.all_input_nodes)])).rates
 
 
-def _seconds_of_tiles(tiled: Tiled) -> float:
+def _seconds_of_tiles(tiled: InTiles) -> float:
     """Return the seconds of all tiles. Each tile adds to the sums in place, and so reads them."""
-    each = sum(seconds_of(n) for n in tiled.graph.nodes if n.op == "call_function" and not is_view(n)
-               and n.target is not operator.getitem)
-    inside = next(n for n in tiled.graph.nodes if n.op == "call_function")
-    return tiled.parts * (each + tiled.sum_bytes() / _rates(inside).bytes_per_second)
+    seconds = 0.0
+    for graph, times in tiled.graphs():
+        each = sum(seconds_of(n) for n in graph.nodes if n.op == "call_function" and not is_view(n)
+                   and n.target is not operator.getitem)
+        inside = next(n for n in graph.nodes if n.op == "call_function")
+        seconds += times * (each + tiled.sum_bytes() / _rates(inside).bytes_per_second)
+    return seconds
 
 
 def _seconds_of_arithmetic(node: fx.Node, rates: Rates) -> float:

@@ -16,7 +16,7 @@ from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of, random_state
 from rkmate.graph.ops.parts import Tensors, bytes_of_copies
 from rkmate.graph.passes.cluster import Cluster
 from rkmate.graph.passes.kernels import Alternative
-from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.graph.passes.tiles.tiled import InTiles
 from rkmate.ir.cd import Cost
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import record_of
@@ -117,7 +117,7 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     """Return the bytes that an operation takes in addition to its results while it runs, if the table knows
     them; 0 on devices other than the CPU, except some operations on GPUs of another machine. `random`:
     whether the operation draws random numbers."""
-    if isinstance(node.target, Tiled):
+    if isinstance(node.target, InTiles):
         return tile_bytes(node.target)
     inputs = [v for n in node.all_input_nodes if isinstance(v := n.meta[VALUE], torch.Tensor)]
     outputs = _tensors(node.meta[VALUE])
@@ -154,15 +154,15 @@ def bytes_of_parts(node: fx.Node) -> int:
     of the parts that it works on; 0 for memory that is measured when the operation runs."""
     if isinstance(node.target, Cluster):
         return bytes_of_group(node.target)
-    return tile_bytes(node.target) if isinstance(node.target, Tiled) else 0
+    return tile_bytes(node.target) if isinstance(node.target, InTiles) else 0
 
 
 def bytes_of(other: Alternative) -> int:
     """Return the most bytes that another kernel takes in addition to its results."""
-    return tile_bytes(other.target) if isinstance(other.target, Tiled) else other.overhead
+    return tile_bytes(other.target) if isinstance(other.target, InTiles) else other.overhead
 
 
-def tile_bytes(tiled: Tiled) -> int:
+def tile_bytes(tiled: InTiles) -> int:
     """Return the bytes that one tile takes in addition to its results, including the temporary memory of its
     operations."""
     return tiled.tile_bytes(lambda n: temporary_bytes(n, random=False))

@@ -53,7 +53,7 @@ from rkmate.pipeline.refuse import (
 )
 from rkmate.pipeline.reserved import device_room, largest_that_fits
 from rkmate.pipeline.solve import Solved, solve
-from rkmate.pipeline.variants import CHANNELS_LAST, Variant, first, is_faster, may_be_faster, others
+from rkmate.pipeline.variants import CHANNELS_LAST, TILES, Variant, first, is_faster, may_be_faster, others
 from rkmate.planners.default import Auto
 from rkmate.planners.offload_search import whole_at_once
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, best
@@ -140,6 +140,8 @@ def _compared(prepared: Prepared, limit: int, planner: str,
                 late.append(variant.name)
                 continue
             cut = blocks.get(variant) or block(traced, variant)
+            if TILES in variant.rows and not cut.concerned[TILES.name]:
+                continue                        # nothing runs in tiles
             lean = refused_as_it_is(cut, method, limit) if taken is None else None
             if lean is not None:
                 refused.append(Refused(lean, limit, measured=False))
@@ -238,7 +240,7 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
     """Return a plan for each budget, as `make_plan` finds them. Schedules found for one budget serve the
     others, too, so that more memory is never slower (except for the margin by which a variant must be
     faster). Without budgets: ten plans between the first variant's peak and the smallest budget of any
-    variant. Raises as `make_plan`."""
+    variant without tiles of images. Raises as `make_plan`."""
     blocked = block(traced)
     blocks = {blocked.variant: blocked}
     seconds = measure_in_turns(blocks)
@@ -259,7 +261,8 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
         return known[variant]
 
     if budgets is None:
-        lows = [low for v in variants if (low := smallest_of(solved_of(v), method, 0)) is not None]
+        planned = [v for v in variants if TILES not in v.rows or v is blocked.variant]
+        lows = [low for v in planned if (low := smallest_of(solved_of(v), method, 0)) is not None]
         if not lows:
             raise ArgumentError(f"planner is {method.name!r}, which has no schedule for this model at any "
                                 "budget: take another one")

@@ -16,6 +16,7 @@ from rkmate.measure.settings import MeasureSettings
 from rkmate.offload.target import Offload
 from rkmate.planners import settings as planner_settings
 from rkmate.planners.settings import PlannerSettings
+from rkmate.support.defaults import Default
 
 CostSource = Literal["measured", "analytic"]
 Trains = Literal["all"] | tuple[str | int, ...] | None
@@ -27,6 +28,8 @@ NewShape = Literal["plan", "original", "error"]
 Gradients = Literal["returned", "in_place"]
 Compile = bool | Literal["auto"]
 Wish = Literal["keep", "recompute"]
+WHEN_TILED: Default[When] = Default("auto")
+"""`Settings.tiles` unless it is given."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,10 @@ class Settings:
     """When to run wide MLPs a few rows at a time. ``"auto"``: if nothing else meets the budget; ``"always"``:
     at every budget. The memory between the two products of an MLP then does not grow with the sequence. The
     backward recomputes the first product, and the last bits of the gradients of the MLP's weights differ."""
+    tiles: When = field(default_factory=lambda: WHEN_TILED.now())
+    """When to run stretches of operations in tiles: images of a batch, bands of an image, blocks of a
+    sequence. ``"auto"``: if nothing else meets the budget; ``"always"``: at every budget. The backward
+    computes each tile again. Last bits of results and gradients differ ([tiles](tiles.md))."""
     layouts: Layouts | None = "with_compile"
     """Memory layout of images. ``"keep"`` (or None): the model's own, bit for bit. ``"channels_last"``:
     convolutions, and the operations between them, have their channels last. ``"auto"``: channels last if the
@@ -209,6 +216,7 @@ class Settings:
                                      ("chunked_loss", self.chunked_loss, ("auto", "always", "never")),
                                      ("deferred_outputs", self.deferred_outputs, ("auto", "never")),
                                      ("tiled_mlps", self.tiled_mlps, ("auto", "always", "never")),
+                                     ("tiles", self.tiles, ("auto", "always", "never")),
                                      ("layouts", self.layouts,
                                       ("keep", "auto", "channels_last", "with_compile")),
                                      ("fraction_of", self.fraction_of, ("plain", "checkpointed"))):

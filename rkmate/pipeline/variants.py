@@ -111,10 +111,17 @@ CHANNELS_LAST = Variant(
     asked_for=True,
     note="the convolutions with {names} have their channels last",
     combines=("chunked-loss", "grouped-loss", "tiled-mlps"))
+TILES = Variant(
+    "tiles",
+    trades="Results and gradients of these are the original's except for the order of additions: last bits "
+           "differ, also of what is computed from them",
+    setting="tiles",
+    takes_longer=True,
+    note="stretches with {names} run in tiles")
 _WHEN: dict[str, When] = {"keep": "never", "with_compile": "never", "channels_last": "always"}
 """Meaning of the values of `Settings.layouts` for a variant. If groups are compiled, ``"with_compile"`` has
 been replaced by then (`rkmate.pipeline.prepare.with_compiler`)."""
-VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, TILED_MLPS, CHANNELS_LAST)
+VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, TILED_MLPS, CHANNELS_LAST, TILES)
 """The rows of the table. Those that can be combined are tried alone, and together."""
 
 
@@ -142,13 +149,14 @@ def first(settings: Settings) -> Variant:
 
 def others(settings: Settings, concerned: Concerned) -> tuple[Variant, ...]:
     """Return the variants that are compared with the first where that does not fit whole: those with fewest
-    rows first."""
+    rows first, and tiles last."""
     always = first(settings).rows
     more = [v for v in VARIANTS if v.setting and v.when(settings) == "auto" and concerned.get(v.name)]
-    return tuple(together([v for v in VARIANTS if v in always or v in chosen])
-                 for n in range(1, len(more) + 1) for chosen in itertools.combinations(more, n)
-                 if all(_combine(a, b) for a, b in itertools.combinations([*always, *chosen], 2))
-                 and {v.within for v in chosen if v.within} <= {v.name for v in (*always, *chosen)})
+    found = [together([v for v in VARIANTS if v in always or v in chosen])
+             for n in range(1, len(more) + 1) for chosen in itertools.combinations(more, n)
+             if all(_combine(a, b) for a, b in itertools.combinations([*always, *chosen], 2))
+             and {v.within for v in chosen if v.within} <= {v.name for v in (*always, *chosen)}]
+    return tuple(sorted(found, key=lambda variant: TILES in variant.rows and TILES not in always))
 
 
 def possible(settings: Settings) -> tuple[Variant, ...]:

@@ -47,11 +47,11 @@ def settings_that_keep(settings: Settings, captured: Capture) -> Settings:
     if not keeps:
         return settings
     against = {"compile": settings.compile is True, "chunked_loss": settings.chunked_loss == "always",
-               "tiled_mlps": settings.tiled_mlps == "always"}
+               "tiled_mlps": settings.tiled_mlps == "always", "tiles": settings.tiles == "always"}
     if requested := [name for name, on in against.items() if on]:
         raise WishError(f"{keeps[0]} cannot be met with {requested[0]}={getattr(settings, requested[0])!r}, "
                         "which computes values again inside of larger operations: leave one of them out")
-    return replace(settings, chunked_loss="never", tiled_mlps="never")
+    return replace(settings, chunked_loss="never", tiled_mlps="never", tiles="never")
 
 
 def _words_of(what: str | Hint, wish: str = "") -> str:

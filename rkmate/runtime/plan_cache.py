@@ -505,8 +505,8 @@ class PlanCache:
         """Look, once for each plan, at what the caller makes of the outputs of a call whose forward has
         returned, before its backward. If the plan has no room for it, the next forward is planned anew."""
         settings, plan = known.traced.settings, ready.plan
-        if ready.looked or self._saved or settings.loss_bytes is not None or settings.calls > 1 or \
-                self.planning.calls_at_once > 1 or not ready.compiled.outputs.are_large:
+        if not self.planning.counts_calls or ready.looked or self._saved or settings.calls > 1 or \
+                settings.loss_bytes is not None or not ready.compiled.outputs.are_large:
             return
         ready.looked = True
         number = self.open_calls.added

@@ -7,6 +7,7 @@ import builtins
 import importlib
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -197,3 +198,23 @@ def quiet() -> Iterator[None]:
             logger.addFilter(is_seen)
             stack.callback(logger.removeFilter, is_seen)
         yield
+
+
+# -- functions ---------------------------------------------------------------------------------
+
+def operations_of(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.Graph:
+    """Return the operations that a function of fake tensors calls, those of derivatives that it asks for
+    included. Aliases are left out."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    mode: Any = inputs[0].fake_mode  # type: ignore[attr-defined]
+    with _disable_current_modes(), mode, torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph: fx.Graph = make_fx(function)(*inputs).graph
+    for node in list(graph.nodes):
+        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    return graph

@@ -244,6 +244,12 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         result, assigned = _capture(model, args, kwargs)
         draws.refuse_change(model)
+        read = set(map(storage_id, result.constants.values()))
+        for path, held in before.changed_lists():
+            if any(storage_id(t) in read for t in held):
+                raise CaptureError(
+                    f"{type(model).__name__}: the forward reads tensors from the list {path}, and replaces "
+                    "them; a captured step would not repeat that. Keep them in buffers (register_buffer)")
         state = [a for a in read_before(result.effects, result.constants.values()) if is_state(a)]
         if state:                   # they are read and written, as buffers are
             before.restore()

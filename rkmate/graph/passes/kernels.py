@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.ops.norms import BATCH_NORM_BACKWARD
-from rkmate.graph.passes.tiles.tiled import Tiled
+from rkmate.graph.passes.tiles.tiled import InTiles
 from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
@@ -52,17 +52,16 @@ FEWER = 4
 
 def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
     """Return the other kernels of an operation, the smallest memory first; none if it has only one."""
-    if isinstance(node.target, Tiled):
+    if isinstance(node.target, InTiles):
         return _of_tiles(node, node.target)
     find = KERNELS.get(node.target)
     return () if find is None else find(node)
 
 
-def _of_tiles(node: fx.Node, tiled: Tiled) -> tuple[Alternative, ...]:
-    """Return the operation in fewer tiles, two at least."""
-    found: list[Tiled] = []
+def _of_tiles(node: fx.Node, tiled: InTiles) -> tuple[Alternative, ...]:
+    """Return the operation in fewer tiles."""
+    found: list[InTiles] = []
     with node.all_input_nodes[0].meta[VALUE].fake_mode:
-        while tiled.parts > 2:
-            tiled = tiled.with_parts(max(2, tiled.parts // FEWER))
-            found.append(tiled)
+        while (fewer := (found[-1] if found else tiled).fewer(FEWER)) is not None:
+            found.append(fewer)
     return tuple(Alternative(t, node.args, t.tile_bytes(lambda n: 0)) for t in found)

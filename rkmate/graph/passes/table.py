@@ -37,6 +37,7 @@ from rkmate.graph.passes.once import (
     take_counters_off,
 )
 from rkmate.graph.passes.outputs import put_outputs_back, take_outputs_off
+from rkmate.graph.passes.tiles.stretches import tile_stretches
 from rkmate.graph.passes.tiles.wide_products import tile_heads, tile_mlps
 from rkmate.graph.passes.verify import Verifier
 
@@ -64,6 +65,10 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
     Rewrite("copies",
             "Aliases, and copies with their input's layout, would each cost a tensor and a call.",
             drop_copies),
+    Rewrite("tiles",
+            "One layer often sets the smallest budget. If a budget needs it, stretches of operations run a "
+            "few images of a batch, bands of an image or blocks of a sequence at a time; last bits differ.",
+            tile_stretches),
     Rewrite("channels last",
             "Convolutions, batch norms and poolings may have faster kernels for images with channels last. "
             "On request, networks of convolutions use this layout. Last bits differ, because other kernels "

@@ -178,9 +178,9 @@ def _in_one_call(joint: Joint, region: Region, late: set[fx.Node], apart: Collec
                 copies[node] = joint.graph.node_copy(node, lambda n: copies.get(n, n))
                 copies[node].meta = node.meta | phase_tag(backward=False)
         call = called(joint.graph, tiled, [copies.get(a, a) for a in arguments],
-                      _meta(results, backward=False))
+                      call_meta(results, backward=False))
     for k, result in enumerate(results):
-        item = _item(joint, call, k)
+        item = item_of(joint, call, k)
         if result in late:
             with joint.graph.inserting_before(result):
                 scaled = joint.graph.call_function(SCALE, (item, tangents[0]))
@@ -227,20 +227,22 @@ def _in_two_calls(joint: Joint, region: Region, late: set[fx.Node], apart: Colle
         after = readers_of(some)
         anchor = next((n for n in joint.graph.nodes if n in after), some[-1])
         with joint.graph.inserting_before(anchor):
-            call = called(joint.graph, tiled, arguments, _meta(some, backward=backward))
+            call = called(joint.graph, tiled, arguments, call_meta(some, backward=backward))
         for k, result in enumerate(some):
-            joint.replace(result, _item(joint, call, k))
+            joint.replace(result, item_of(joint, call, k))
     return bool(made)
 
 
 # -- Calls: nodes ----------------------------------------------------------------------------------
 
 
-def _meta(results: Sequence[fx.Node], *, backward: bool) -> dict[str, Any]:
+def call_meta(results: Sequence[fx.Node], *, backward: bool) -> dict[str, Any]:
+    """Return what is noted of a call that makes some values."""
     return {k: v for k, v in results[0].meta.items() if k != VALUE} | phase_tag(backward=backward)
 
 
-def _item(joint: Joint, call: fx.Node, k: int) -> fx.Node:
+def item_of(joint: Joint, call: fx.Node, k: int) -> fx.Node:
+    """Return one of the results of a call."""
     with joint.graph.inserting_after(call):
         item = joint.graph.call_function(operator.getitem, (call, k))
     item.meta = call.meta | {VALUE: call.meta[VALUE][k]}

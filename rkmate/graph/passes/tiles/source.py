@@ -78,7 +78,7 @@ def function(tiled: Tiled, name: str, write: Writer) -> str:
              for node, lead in zip(inputs, tiled.takes, strict=True) if lead]
     for step in steps_of(tiled.graph):
         k = next((k for k in fused if fused[k] is step.node), None)
-        body.append(_statement(step, write) if k is None else _add_product(tiled, k, step.node, write))
+        body.append(statement(step, write) if k is None else _add_product(tiled, k, step.node, write))
         done = [k for k, n in enumerate(output) if n is step.node and k not in fused]
         body += [_collect(results[k], n, tiled.gives[k]) for k in done for n in [output[k]]]
         ends = [n.name for n in step.ends if n not in fused.values()]
@@ -100,21 +100,22 @@ def products(tiled: Tiled) -> dict[int, fx.Node]:
 def _start(tiled: Tiled, k: int, give: Give, write: Writer, *, fused: bool) -> str:
     name = f"result_{k}"
     if give.lead:
-        return f"{name} = {_new('empty', _by_rows(tiled, give), give.dtype, give.device, write)}"
+        return f"{name} = {new_tensor('empty', _by_rows(tiled, give), give.dtype, give.device, write)}"
     if k in tiled.into and not tiled.in_place:
         return f"{name} = into_{k}.to({give.sums_in}, copy=True)"
     if k in tiled.into and give.sums_in == give.dtype:
         return f"{name} = into_{k}"
     # A product's first tile writes; what stood there is not read.
     kind = "empty" if fused and k not in tiled.into else "zeros"
-    return f"{name} = {_new(kind, list(give.shape), give.sums_in, give.device, write)}"
+    return f"{name} = {new_tensor(kind, list(give.shape), give.sums_in, give.device, write)}"
 
 
 def _by_rows(tiled: Tiled, give: Give) -> list[int]:
     return [tiled.rows, *give.shape[give.lead:]]
 
 
-def _new(kind: str, shape: list[int], dtype: torch.dtype, device: torch.device, write: Writer) -> str:
+def new_tensor(kind: str, shape: list[int], dtype: torch.dtype, device: torch.device, write: Writer) -> str:
+    """Return a call that makes a tensor of zeros, or one without values."""
     return f'torch.{kind}({shape}, dtype={dtype}, device="{write.device(str(device))}")'
 
 
@@ -139,7 +140,8 @@ def _end(tiled: Tiled, k: int, give: Give) -> str:
     return f"{name}.to({give.dtype})"
 
 
-def _statement(step: Step, write: Writer) -> str:
+def statement(step: Step, write: Writer) -> str:
+    """Return an operation of a tile as a line of source."""
     node, args, kwargs, target = step.node, list(step.node.args), dict(step.node.kwargs), step.node.target
     if step.way is not None:
         target = step.way.target

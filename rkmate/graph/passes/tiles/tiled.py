@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +22,32 @@ from rkmate.support.generated import load
 from rkmate.torch_seam.nodes import VALUE
 
 
+class InTiles(OwnFunction):
+    """Operations that run tile by tile, as one node with several results."""
+
+    parts: int
+    """The number of tiles."""
+
+    @abstractmethod
+    def graphs(self) -> Iterator[tuple[fx.Graph, int]]:
+        """Yield the operations of each kind of tile, and how many such tiles there are."""
+
+    @abstractmethod
+    def fewer(self, factor: int) -> InTiles | None:
+        """Return the computation in fewer tiles by a factor; None where there are no fewer."""
+
+    @abstractmethod
+    def tile_bytes(self, inside: Callable[[fx.Node], int]) -> int:
+        """Return the most bytes in addition to the results: of one tile, and of sums in another type than
+        their result's. `inside`: the temporaries of an operation of a tile."""
+
+    @abstractmethod
+    def sum_bytes(self, *, apart: bool = False) -> int:
+        """Return the bytes of the sums. `apart`: only of sums in another type than their result's."""
+
+
 @dataclass(frozen=True, eq=False)
-class Tiled(OwnFunction):
+class Tiled(InTiles):
     """Operations that run a few rows at a time, as the target of one node with several results.
 
     Two of equal text are equal. Calling one runs the source that a generated step shows.
@@ -66,6 +91,14 @@ class Tiled(OwnFunction):
         parts = min(max(1, parts), self.rows)
         return replace(self, graph=_at_rows(self, -(-self.rows // parts)), parts=parts)
 
+    def graphs(self) -> Iterator[tuple[fx.Graph, int]]:
+        """Yield the operations of a tile, and the number of tiles."""
+        yield self.graph, self.parts
+
+    def fewer(self, factor: int) -> Tiled | None:
+        """Return the computation in fewer tiles by a factor, two at least; None if it runs in two."""
+        return self.with_parts(max(2, self.parts // factor)) if self.parts > 2 else None
+
     def with_into(self, into: Sequence[int], *, in_place: bool = False) -> Tiled:
         """Return the computation with the first value of some sums as arguments."""
         if any(self.gives[k].lead for k in into):
@@ -87,7 +120,7 @@ class Tiled(OwnFunction):
         return tuple(torch.empty(g.shape, dtype=g.dtype, device=g.device) for g in self.gives)
 
     def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        result: tuple[torch.Tensor, ...] = _compiled(self.text, self.name)(*args)
+        result: tuple[torch.Tensor, ...] = compiled(self.text, self.name)(*args)
         return result
 
     def __repr__(self) -> str:
@@ -123,7 +156,8 @@ def _at_rows(tiled: Tiled, step: int) -> fx.Graph:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(text: str, name: str) -> Callable[..., Any]:
+def compiled(text: str, name: str) -> Callable[..., Any]:
+    """Return the function of a generated text."""
     made: Callable[..., Any] = load(
         text, f"<{name}>", {"torch": torch, "aten": torch.ops.aten, "rkmate": torch.ops.rkmate})[name]
     return made

@@ -1,0 +1,297 @@
+"""Smallest budgets without tiles and with them, as a share of eager mode's peak, next to checkpointing each
+block and to gradients that are added up over single images: ``python benchmarks/tiles.py --models all
+--write``.
+
+Times need a quiet machine: ``--repeats 5``. Without repeats, memory alone is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from beside import add_row, beside, peak_of, read_rows
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import rkmate
+
+PAGE = Path(__file__).parent.parent / "docs" / "tiles.md"
+ROWS = Path(__file__).with_name("tiles.jsonl")
+_BEGIN, _END = "<!-- rows: python benchmarks/tiles.py --write -->\n", "\n<!-- end of rows -->"
+
+
+# -- Models ----------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Blocks one after the other, each of which can be checkpointed, and a loss."""
+
+    def __init__(self, blocks: Sequence[nn.Module], loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.blocks, self.loss, self.checkpointed = nn.ModuleList(blocks), loss, False
+
+    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Run one block."""
+        found: torch.Tensor = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return found
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.loss(x, y)
+
+
+class Classifier(nn.Module):
+    """The mean of an image's pixels, and a product."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.product = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.product(x.mean((2, 3)))
+        return found
+
+
+class Residual(nn.Module):
+    """A block of a super-resolution network."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.ReLU(),
+                                   nn.Conv2d(width, width, 3, padding=1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + 0.1 * self.inner(x)
+        return found
+
+
+class UNet(Blocks):
+    """Convolutions on smaller and smaller images, and back, in two or three dimensions."""
+
+    def __init__(self, dim: int, width: int, norm: Callable[[int], nn.Module], depth: int = 4) -> None:
+        convolution = nn.Conv2d if dim == 2 else nn.Conv3d
+        turned = nn.ConvTranspose2d if dim == 2 else nn.ConvTranspose3d
+        sizes = [3 if dim == 2 else 1, *(width * 2**k for k in range(depth))]
+
+        def block(a: int, b: int) -> nn.Module:
+            return nn.Sequential(*(m for i in (a, b) for m in (
+                convolution(i, b, 3, padding=1), norm(b), nn.ReLU())))
+
+        super().__init__([block(a, b) for a, b in zip(sizes, sizes[1:], strict=False)], F.cross_entropy)
+        self.pool = (nn.MaxPool2d if dim == 2 else nn.MaxPool3d)(2)
+        backs = list(zip(sizes[:1:-1], sizes[-2:0:-1], strict=True))
+        self.ups = nn.ModuleList(turned(a, b, 2, 2) for a, b in backs)
+        self.backs = nn.ModuleList(block(2 * b, b) for _, b in backs)
+        self.last = convolution(width, 4, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        across: list[torch.Tensor] = []
+        for k, block in enumerate(self.blocks):
+            x = self.run(block, self.pool(x) if k else x)
+            across.append(x)
+        across.pop()
+        for up, block in zip(self.ups, self.backs, strict=True):
+            x = self.run(block, torch.cat([across.pop(), up(x)], 1))
+        return self.loss(self.last(x), y)
+
+
+def _labelled(*shape: int, classes: int = 10, dense: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(*shape), torch.randint(0, classes, (shape[0], *(shape[2:] if dense else ())))
+
+
+def _chain(widths: Sequence[int], pooled: Sequence[int] = ()) -> Blocks:
+    blocks: list[nn.Module] = []
+    for k, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
+        pool = [nn.MaxPool2d(2)] if k in pooled else []
+        blocks.append(nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), *pool))
+    return Blocks([*blocks, Classifier(widths[-1])], F.cross_entropy)
+
+
+def _larger(width: int = 64) -> Blocks:
+    up = nn.Sequential(nn.Conv2d(width, 4 * width, 3, padding=1), nn.PixelShuffle(2),
+                       nn.Conv2d(width, 3, 3, padding=1))
+    return Blocks([nn.Conv2d(3, width, 3, padding=1), *(Residual(width) for _ in range(8)), up], F.l1_loss)
+
+
+Made = tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]
+MODELS: dict[str, tuple[str, Callable[[], Made]]] = {
+    "convolutions": ("three convolutions, 16 x 3 x 32 x 32", lambda: (
+        _chain([3, 16, 64, 256]), _labelled(16, 3, 32, 32))),
+    "vgg11": ("VGG-11, 4 x 3 x 96 x 96", lambda: (
+        _chain([3, 64, 128, 256, 256, 512, 512, 512, 512], (0, 1, 3, 5, 7)), _labelled(4, 3, 96, 96))),
+    "edsr": ("EDSR, 8 blocks, 4 x 3 x 48 x 48", lambda: (
+        _larger(), (torch.randn(4, 3, 48, 48), torch.randn(4, 3, 96, 96)))),
+    "edsr-1": ("EDSR, 8 blocks, 1 x 3 x 96 x 96", lambda: (
+        _larger(), (torch.randn(1, 3, 96, 96), torch.randn(1, 3, 192, 192)))),
+    "unet": ("U-Net without norms, 1 x 3 x 256 x 256", lambda: (
+        UNet(2, 32, lambda c: nn.Identity()), _labelled(1, 3, 256, 256, classes=4, dense=True))),
+    "unet-batch-norm": ("U-Net with batch norms, 1 x 3 x 256 x 256", lambda: (
+        UNet(2, 32, nn.BatchNorm2d), _labelled(1, 3, 256, 256, classes=4, dense=True))),
+    "unet-3d": ("3D U-Net with instance norms, 1 x 1 x 48^3", lambda: (
+        UNet(3, 16, lambda c: nn.InstanceNorm3d(c, affine=True)),
+        _labelled(1, 1, 48, 48, 48, classes=4, dense=True))),
+}
+
+
+# -- Rows ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model. Memory as a share of eager mode's peak, time as a multiple of eager mode's; None: not
+    taken."""
+
+    model: str
+    without: float
+    """Smallest budget with ``tiles="never"``."""
+    budget: float
+    """Smallest budget with tiles."""
+    peak: float
+    """Measured at that budget."""
+    error: float
+    """Largest error of a gradient against float64, as a share of the parameter's largest gradient."""
+    eager_error: float
+    time: float | None
+    """At the smallest budget."""
+    time_twice: float | None
+    """At twice that budget."""
+    checkpointed: float
+    """Measured peak with each block checkpointed."""
+    checkpointed_time: float | None
+    by_images: float | None
+    """Measured peak with gradients added up over single images; None where that is not equal."""
+    by_images_time: float | None
+
+
+class Bench:
+    """One model and its copies."""
+
+    def __init__(self, name: str, repeats: int) -> None:
+        torch.manual_seed(0)
+        self.name, self.repeats = name, repeats
+        self.model, self.inputs = MODELS[name][1]()
+        for p in self.model.parameters():
+            p.grad = torch.zeros_like(p)
+        self.reference = copy.deepcopy(self.model)
+        self.eager = peak_of(lambda: self.reference(*self.inputs), self.reference)
+
+    def row(self) -> Row:
+        """Measure everything."""
+        without, budget = self._smallest("never"), self._smallest("auto")
+        peak, time = self._planned(budget)
+        error, eager_error = self._errors()
+        _, time_twice = self._planned(2 * budget) if self.repeats else (0, None)
+        blocks = copy.deepcopy(self.reference)
+        blocks.checkpointed = True
+        checkpointed, checkpointed_time = self._beside(lambda: blocks(*self.inputs), blocks)
+        images, by_images = self.inputs[0].shape[0], (None, None)
+        if images > 1 and not any(isinstance(m, nn.BatchNorm2d) for m in blocks.modules()):
+            by_images = self._beside(_OneByOne(self.reference, self.inputs), self.reference)
+        share = [None if p is None else p / self.eager for p in (checkpointed, by_images[0])]
+        assert share[0] is not None
+        return Row(self.name, without / self.eager, budget / self.eager, peak / self.eager, error,
+                   eager_error, time, time_twice, share[0], checkpointed_time, share[1], by_images[1])
+
+    def _smallest(self, tiles: Any) -> int:
+        try:
+            rkmate.plan(self.model, self.inputs, budget=1, settings=rkmate.Settings(tiles=tiles),
+                        progress=False)
+        except rkmate.InfeasibleBudget as error:
+            return error.minimum_bytes
+        raise AssertionError("a byte is enough")
+
+    def _planned(self, budget: int) -> tuple[int, float | None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", rkmate.RkmateWarning)
+            self.wrapped = rkmate.wrap(self.model, self.inputs, budget=budget, progress=False)
+        return self._beside(lambda: self.wrapped(*self.inputs), self.model)
+
+    def _beside(self, forward: Callable[[], Any], module: nn.Module) -> tuple[int, float | None]:
+        if not self.repeats:
+            return peak_of(forward, module), None
+        found = beside(lambda: self.reference(*self.inputs), self.reference, forward, module, self.repeats)
+        return found.peak, found.ratio
+
+    def _errors(self) -> tuple[float, float]:
+        exact = copy.deepcopy(self.reference).double()
+        x, y = self.inputs
+        gradients = []
+        for module, forward, given in ((self.model, self.wrapped, x), (self.reference, self.reference, x),
+                                       (exact, exact, x.double())):
+            for p in module.parameters():
+                p.grad = torch.zeros_like(p)
+            forward(given, y.to(given.dtype) if y.is_floating_point() else y).backward()
+            gradients.append([p.grad.double() for p in module.parameters()])
+        return tuple(max(((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
+                         for a, b in zip(mine, gradients[2], strict=True)) for mine in gradients[:2])
+
+
+class _OneByOne:
+    """A loss whose backward runs image by image."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        self.model, self.inputs = model, inputs
+
+    def __call__(self) -> _OneByOne:
+        return self
+
+    def backward(self) -> None:
+        """Add up the gradients of all images."""
+        images = self.inputs[0].shape[0]
+        for k in range(images):
+            (self.model(*(x[k:k + 1] for x in self.inputs)) / images).backward()
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows in Markdown."""
+    lines = ["| model | without tiles | with tiles | measured | time at it, at twice it | "
+             "each block checkpointed | image by image | error of gradients (eager's) |",
+             "|---|---|---|---|---|---|---|---|"]
+    for r in rows:
+        images = f"{r.by_images:.0%} {_time(r.by_images_time)}" if r.by_images else "not equal, or one image"
+        lines.append(
+            f"| {MODELS[r.model][0]} | {r.without:.0%} | {r.budget:.1%} | {r.peak:.1%} | {_time(r.time)}, "
+            f"{_time(r.time_twice)} | {r.checkpointed:.0%} {_time(r.checkpointed_time)} | {images} | "
+            f"{_size(r.error)} ({_size(r.eager_error)}) |")
+    return "\n".join(lines)
+
+
+def _time(ratio: float | None) -> str:
+    return "-" if ratio is None else f"x {ratio:.2f}"
+
+
+def _size(error: float) -> str:
+    return f"1e{math.ceil(math.log10(max(error, 1e-16)))}"
+
+
+def main() -> None:
+    """Measure models, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="", help=f"all, or some of {', '.join(MODELS)}")
+    parser.add_argument("--repeats", type=int, default=0, help="steps that are timed; 0: memory alone")
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    options = parser.parse_args()
+    for name in MODELS if options.models == "all" else filter(None, options.models.split(",")):
+        row = Bench(name, options.repeats).row()
+        add_row(row, options.rows)
+        print(table([row]), flush=True)
+    if options.write:
+        latest = {row.model: row for row in read_rows(Row, options.rows)}
+        head, rest = PAGE.read_text(encoding="utf-8").split(_BEGIN)
+        rows = table([latest[name] for name in MODELS if name in latest])
+        PAGE.write_text(f"{head}{_BEGIN}{rows}{_END}{rest.split(_END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""A stretch of operations as one computation that runs tile by tile: batches by images, images by bands with
+what their windows see of the neighbours, sequences by blocks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.passes.tiles.cuts import Band
+from rkmate.graph.passes.tiles.source import new_tensor, statement
+from rkmate.graph.passes.tiles.steps import peak_bytes, steps_of
+from rkmate.graph.passes.tiles.tiled import InTiles, compiled
+from rkmate.ir.calls import Writer
+
+
+@dataclass(frozen=True)
+class Part:
+    """A result, as tiles make it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    dim: int | None
+    """The dimension in which each tile fills its part; None: the tiles' results are summed up."""
+    overlaps: bool = False
+    """Whether the tiles' parts overlap, and are added up there."""
+
+    @property
+    def sums_in(self) -> torch.dtype:
+        """The type in which tiles are added up."""
+        floats = self.dtype.is_floating_point and self.dim is None
+        return torch.promote_types(self.dtype, torch.float32) if floats else self.dtype
+
+
+@dataclass(frozen=True)
+class TileRun:
+    """Consecutive tiles with the same operations."""
+
+    graph: fx.Graph
+    """The first tile's operations: a placeholder for each argument, and the results."""
+    takes: tuple[tuple[Band | None, ...], ...]
+    """For each tile, the part of each argument; None: the whole."""
+    gives: tuple[tuple[Band | None, ...], ...]
+    """For each tile, its part of each result; None: a summand."""
+
+
+@dataclass(frozen=True, eq=False)
+class Banded(InTiles):
+    """Operations that run tile by tile, as the target of one node with several results.
+
+    Two of equal text are equal. Calling one runs the source that a generated step shows.
+    """
+
+    name: str
+    """Name of the generated function, without its number."""
+    about: str
+    """What a tile is, for the docstring of the generated function."""
+    parts: int
+    runs: tuple[TileRun, ...]
+    results: tuple[Part, ...]
+    coarser: Callable[[int], Banded | None]
+    """Returns the computation in another number of parts; None where it cannot run so."""
+
+    prefix = "tiled"
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The generated function under its own name; equal for equal computations."""
+        return self.function(self.name)
+
+    def function(self, name: str, write: Writer = Writer()) -> str:
+        """Return the generated function under another name. `write`: what its operations are written with."""
+        return _function(self, name, write)
+
+    def graphs(self) -> Iterator[tuple[fx.Graph, int]]:
+        """Yield the operations of each kind of tile, and how many such tiles there are."""
+        for run in self.runs:
+            yield run.graph, len(run.takes)
+
+    def fewer(self, factor: int) -> Banded | None:
+        """Return the computation in fewer parts by a factor; None if it runs in one part, or in no fewer."""
+        for parts in range(max(1, self.parts // factor), 0, -1):
+            if self.parts > 1 and (made := self.coarser(parts)) is not None:
+                return made
+        return None
+
+    def tile_bytes(self, inside: Callable[[fx.Node], int]) -> int:
+        """Return the most bytes in addition to the results: of one tile, and of sums in another type than
+        their result's. `inside`: the temporaries of an operation of a tile."""
+        return max(peak_bytes(graph, (), inside) for graph, _ in self.graphs()) + self.sum_bytes(apart=True)
+
+    def sum_bytes(self, *, apart: bool = False) -> int:
+        """Return the bytes of the sums. `apart`: only of sums in another type than their result's."""
+        return sum(math.prod(r.shape) * r.sums_in.itemsize for r in self.results
+                   if r.dim is None and (not apart or r.sums_in != r.dtype))
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Return tensors like the results."""
+        return tuple(torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in self.results)
+
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        result: tuple[torch.Tensor, ...] = compiled(self.text, self.name)(*args)
+        return result
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.about}, {self.parts} tiles)"
+
+
+def runs_of(tiles: Sequence[tuple[fx.Graph, tuple[Band | None, ...], tuple[Band | None, ...]]],
+            ) -> tuple[TileRun, ...]:
+    """Return tiles (operations, parts of arguments, parts of results), with neighbours that do the same at
+    equal distances as one run."""
+    runs: list[list[int]] = []
+    texts = [_text(graph) for graph, _, _ in tiles]
+    for k, _ in enumerate(tiles):
+        run = runs[-1] if runs else []
+        if run and texts[k] == texts[k - 1] and _follow([tiles[n][1:] for n in [*run, k]]):
+            run.append(k)
+        else:
+            runs.append([k])
+    return tuple(TileRun(tiles[run[0]][0], tuple(tiles[k][1] for k in run), tuple(tiles[k][2] for k in run))
+                 for run in runs)
+
+
+def _text(graph: fx.Graph) -> str:
+    return "\n".join(f"{n.op} {n.name} {n.target} {n.args} {n.kwargs}" for n in graph.nodes)
+
+
+def _follow(tiles: Sequence[tuple[tuple[Band | None, ...], tuple[Band | None, ...]]]) -> bool:
+    """Return whether the parts of the last tile follow those before at the same distance."""
+    *_, before, last = tiles
+    for a, b in zip((*before[0], *before[1]), (*last[0], *last[1]), strict=True):
+        if (a is None) != (b is None) or (a is not None and b is not None and len(a) != len(b)):
+            return False
+    if len(tiles) < 3:
+        return True
+    return all(a is None or b is None or c is None or b.start - a.start == c.start - b.start
+               for a, b, c in zip(*((*t[0], *t[1]) for t in tiles[-3:]), strict=True))
+
+
+# -- Source ----------------------------------------------------------------------------------------
+
+
+def _function(banded: Banded, name: str, write: Writer) -> str:
+    inputs = [n for n in banded.runs[0].graph.nodes if n.op == "placeholder"]
+    cut = [any(tile[k] is not None for run in banded.runs for tile in run.takes) for k in range(len(inputs))]
+    given = [f"all_{n.name}" if c else n.name for n, c in zip(inputs, cut, strict=True)]
+    lines = [f"def {name}({', '.join(given)}):", f'    """{banded.about}, {banded.parts} tiles."""']
+    for k, part in enumerate(banded.results):
+        kind = "zeros" if part.dim is None or part.overlaps else "empty"
+        made = new_tensor(kind, list(part.shape), part.sums_in, part.device, write)
+        lines.append(f"    result_{k} = {made}")
+    for run in banded.runs:
+        body = _body(banded, run, given, write)
+        if len(run.takes) > 1:
+            lines.append(f"    for at in range({len(run.takes)}):")
+            body = [f"    {line}" for line in body]
+        lines += [f"    {line}" for line in body]
+    ends = [f"result_{k}" if part.sums_in == part.dtype else f"result_{k}.to({part.dtype})"
+            for k, part in enumerate(banded.results)]
+    lines.append(f"    return ({', '.join(ends)},)")
+    return "\n".join(lines) + "\n"
+
+
+def _body(banded: Banded, run: TileRun, given: Sequence[str], write: Writer) -> list[str]:
+    inputs = [n for n in run.graph.nodes if n.op == "placeholder"]
+    output: Any = next(n for n in run.graph.nodes if n.op == "output").args[0]
+    body = [f"{node.name} = {_part(given[k], [tile[k] for tile in run.takes])}"
+            for k, node in enumerate(inputs) if given[k] != node.name]
+    parts = [f"result_{k}" if part.dim is None else _part(f"result_{k}", [tile[k] for tile in run.gives])
+             for k, part in enumerate(banded.results)]
+    put = ["add_" if part.dim is None or part.overlaps else "copy_" for part in banded.results]
+    at_once = [k for k, n in enumerate(output) if n.op == "placeholder"]
+    body += [f"{parts[k]}.{put[k]}({output[k].name})" for k in at_once]
+    for step in steps_of(run.graph):
+        body.append(statement(step, write))
+        body += [f"{parts[k]}.{put[k]}({n.name})" for k, n in enumerate(output) if n is step.node]
+        body += [f"del {', '.join(n.name for n in step.ends)}"] if step.ends else []
+    return body
+
+
+def _part(name: str, bands: Sequence[Band | None]) -> str:
+    """Return the part of a value in each tile of a run, as an expression in `at`."""
+    first = bands[0]
+    if first is None:
+        return name
+    step = bands[1].start - first.start if len(bands) > 1 and bands[1] is not None else 0
+    moved = "at" if step == 1 else f"{step} * at"
+    start = str(first.start) if not step else f"{first.start} + {moved}" if first.start else moved
+    return f"{name}.narrow({first.dim}, {start}, {len(first)})"

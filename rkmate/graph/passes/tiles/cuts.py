@@ -1,0 +1,622 @@
+"""How each operation treats a dimension along which its result is cut: which part of its operands a part of
+the result needs, and how the operation is written for that part.
+
+A batch is cut into images, an image into bands, a volume into slabs, a sequence into blocks. What an
+operation computes from its neighbours (a convolution's window) is part of what it needs: neighbouring parts
+overlap there. Only forward operations have rules. The backward of a part is derived from its forward.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from rkmate.graph.capture.operations import is_random
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.schema import OpOverload, schema_of
+
+aten = torch.ops.aten
+
+
+# -- Parts and pieces ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Band:
+    """A part of a value: a range of one dimension."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def around(self, other: Band) -> Band:
+        """Return the smallest range that holds both. Raises `ValueError` for another dimension."""
+        if other.dim != self.dim:
+            raise ValueError(f"{self} and {other} are ranges of different dimensions")
+        return Band(self.dim, min(self.start, other.start), max(self.stop, other.stop))
+
+
+Need = tuple[fx.Node, Band | None]
+"""An operand, and the part of it that is needed; None: the whole."""
+
+
+class Write(Protocol):
+    """Writes the operations of one tile."""
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add an operation."""
+
+    def get(self, need: Need) -> Any:
+        """Return an operand's part in this tile."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An operation, for a part of its result."""
+
+    needs: tuple[Need, ...]
+    write: Callable[[Write], Any]
+    """Writes it, and returns its value."""
+
+
+Rule = Callable[[fx.Node, Band], Piece | None]
+
+
+def piece(node: fx.Node, band: Band) -> Piece | None:
+    """Return an operation for a part of its result (of several results, for that part of the first one); None
+    if it cannot be cut along this dimension."""
+    target: Any = node.target
+    rule = RULES.get(target)
+    if rule is None and isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags \
+            and not schema_of(target).is_mutable:
+        rule = _pointwise
+    if rule is None or is_random(node) or not isinstance(value_of(node), torch.Tensor):
+        return None
+    return rule(node, band)
+
+
+def summand(node: fx.Node, band: Band) -> Piece | None:
+    """Return what a part of its first operand contributes to a sum over this dimension; None for other
+    operations."""
+    rule = SUMS.get(node.target)
+    return None if rule is None else rule(node, band)
+
+
+def value_of(node: fx.Node) -> Any:
+    """Return a node's value, or the first one of several."""
+    value = node.meta.get(VALUE)
+    return value[0] if isinstance(value, (tuple, list)) and value else value
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """Return the shape of a node's value, or of the first of several; empty if it is not a tensor."""
+    value = value_of(node) if isinstance(node, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _given(node: fx.Node, defaults: Sequence[Any] = ()) -> list[Any]:
+    """Return the positional arguments of a node, the last ones by default."""
+    args: tuple[Any, ...] = tuple(node.args)
+    return [*args, *defaults[len(args):]]
+
+
+def _same(node: fx.Node, needs: Sequence[Need], *, args: Sequence[Any] | None = None) -> Piece:
+    """Return the operation itself, on parts of some operands, and with other arguments."""
+    parts = dict(needs)
+    mine: Any = tuple(node.args) if args is None else tuple(args)
+
+    def write(tile: Write) -> fx.Node:
+        given, kwargs = fx.node.map_arg((mine, node.kwargs), lambda n: tile.get((n, parts.get(n))))
+        return tile.call(node.target, *given, **kwargs)
+
+    others = [n for n in node.all_input_nodes if n not in parts]
+    return Piece((*needs, *((n, None) for n in others)), write)
+
+
+# -- Rules: pointwise ------------------------------------------------------------------------------
+
+
+def _pointwise(node: fx.Node, band: Band) -> Piece | None:
+    return _same(node, _broadcast(node.all_input_nodes, shape_of(node), band))
+
+
+def _broadcast(operands: Sequence[fx.Node], shape: Sequence[int], band: Band) -> list[Need]:
+    """Return the parts of operands that are broadcast to a shape."""
+    found: list[Need] = []
+    for operand in operands:
+        dim = band.dim - len(shape) + len(shape_of(operand))
+        if dim >= 0 and shape_of(operand)[dim] == shape[band.dim]:
+            found.append((operand, Band(dim, band.start, band.stop)))
+    return found
+
+
+# -- Rules: windows --------------------------------------------------------------------------------
+
+
+def _per_dim(given: Any, count: int) -> list[int]:
+    numbers = list(given) if isinstance(given, (list, tuple)) else [given]
+    return numbers * count if len(numbers) == 1 else numbers
+
+
+def _window(size: int, band: Band, stride: int, padding: int, reach: int) -> tuple[int, int, int, int]:
+    """Return the range of an operand of `size` that a range of the result sees through windows of `reach`,
+    and the padding before and after it."""
+    low, high = band.start * stride - padding, (band.stop - 1) * stride - padding + reach
+    start, stop = max(low, 0), min(high, size)
+    return start, stop, start - low, high - stop
+
+
+def _padded(tile: Write, x: Any, rank: int, dim: int, before: int, after: int, value: float) -> Any:
+    pads = [0] * (2 * (rank - dim))
+    pads[-2:] = before, after
+    return tile.call(aten.constant_pad_nd.default, x, pads, value)
+
+
+def _convolution(node: fx.Node, band: Band) -> Piece | None:
+    x, weight, _, stride, padding, dilation, transposed, output_padding, _ = _given(node)
+    rank, k = len(shape_of(x)), band.dim - 2
+    if band.dim == 0:
+        return _same(node, [(x, band)])
+    if band.dim == 1:
+        return None
+    strides, pads, steps, extra = (_per_dim(a, rank - 2) for a in (stride, padding, dilation, output_padding))
+    size, reach = shape_of(x)[band.dim], (shape_of(weight)[band.dim] - 1) * steps[k] + 1
+    if transposed:
+        return _transposed(node, band, strides, pads, extra, reach)
+    start, stop, before, after = _window(size, band, strides[k], pads[k], reach)
+    if stop <= start:
+        return None
+    need: Need = x, Band(band.dim, start, stop)
+
+    def write(tile: Write) -> fx.Node:
+        part, now = tile.get(need), list(pads)
+        now[k] = before if before == after else 0
+        if before != after:
+            part = _padded(tile, part, rank, band.dim, before, after, 0.0)
+        args: list[Any] = [tile.get((n, None)) if isinstance(n, fx.Node) else n for n in node.args[1:]]
+        args[3] = now
+        return tile.call(node.target, part, *args)
+
+    return Piece((need, *((n, None) for n in node.args[1:3] if isinstance(n, fx.Node))), write)
+
+
+def _transposed(node: fx.Node, band: Band, strides: list[int], pads: list[int], extra: list[int],
+                reach: int) -> Piece | None:
+    """Return a transposed convolution for a part of its result: what reaches into the part, without what lies
+    around it."""
+    x: Any = node.args[0]
+    k = band.dim - 2
+    first, last = band.start + pads[k], band.stop - 1 + pads[k]             # without padding taken off
+    start = max(0, -(-(first - reach + 1) // strides[k]))
+    stop = min(shape_of(x)[band.dim], last // strides[k] + 1)
+    if stop <= start:
+        return None
+    need: Need = x, Band(band.dim, start, stop)
+    more = max(0, last + 1 - ((stop - 1) * strides[k] + reach))
+    if more and more >= strides[k]:
+        return None
+
+    def write(tile: Write) -> fx.Node:
+        args: list[Any] = [tile.get((n, None)) if isinstance(n, fx.Node) else n for n in node.args[1:]]
+        args[3], args[6] = list(pads), list(extra)
+        args[3][k], args[6][k] = 0, more
+        made = tile.call(node.target, tile.get(need), *args)
+        offset, whole = first - start * strides[k], (stop - start - 1) * strides[k] + reach + more
+        return made if (offset, len(band)) == (0, whole) else tile.call(
+            aten.slice.Tensor, made, band.dim, offset, offset + len(band))
+
+    return Piece((need, *((n, None) for n in node.args[1:3] if isinstance(n, fx.Node))), write)
+
+
+def _max_pool(node: fx.Node, band: Band) -> Piece | None:
+    x, kernel, stride, padding, dilation, _ = _given(node, (None, None, (), 0, 1, False))
+    shape = shape_of(x)
+    count = 3 if node.target is aten.max_pool3d_with_indices.default else 2
+    k = band.dim - (len(shape) - count)
+    if k < 0:
+        return _same(node, [(x, band)])
+    sizes, steps, pads = _per_dim(kernel, count), _per_dim(dilation, count), _per_dim(padding, count)
+    strides = _per_dim(stride, count) if stride else sizes
+    start, stop, before, after = _window(shape[band.dim], band, strides[k], pads[k],
+                                         (sizes[k] - 1) * steps[k] + 1)
+    if stop <= start or not value_of(x).is_floating_point():
+        return None
+    need: Need = x, Band(band.dim, start, stop)
+
+    def write(tile: Write) -> fx.Node:
+        part, now = tile.get(need), list(pads)
+        now[k] = 0
+        if before or after:
+            part = _padded(tile, part, len(shape), band.dim, before, after, -math.inf)
+        return tile.call(node.target, part, sizes, strides, now, steps)
+
+    return Piece((need,), write)
+
+
+def _average_pool(node: fx.Node, band: Band) -> Piece | None:
+    x, kernel, stride, padding, ceil, *rest = _given(node, (None, None, (), 0, False, True, None))
+    shape = shape_of(x)
+    count = 3 if node.target is aten.avg_pool3d.default else 2
+    k = band.dim - (len(shape) - count)
+    if k < 0:
+        return _same(node, [(x, band)])
+    sizes, pads = _per_dim(kernel, count), _per_dim(padding, count)
+    strides = _per_dim(stride, count) if stride else sizes
+    start, stop, before, after = _window(shape[band.dim], band, strides[k], pads[k], sizes[k])
+    if stop <= start or before or after or ceil:
+        return None
+    need: Need = x, Band(band.dim, start, stop)
+
+    def write(tile: Write) -> fx.Node:
+        now = list(pads)
+        now[k] = 0
+        return tile.call(node.target, tile.get(need), sizes, strides, now, ceil, *rest)
+
+    return Piece((need,), write)
+
+
+def _by_images(node: fx.Node, band: Band) -> Piece | None:
+    """Cut what works on each image of a batch by itself (or on each channel, adaptive pooling)."""
+    return _same(node, [(node.all_input_nodes[0], band)]) if band.dim == 0 else None
+
+
+def _upsampled(count: int, *, reach: int) -> Rule:
+    """Make the rule of an interpolation between pixels that are `reach` apart, at multiples of the size."""
+    def rule(node: fx.Node, band: Band) -> Piece | None:
+        x: Any = node.args[0]
+        size: Any = node.args[1]
+        shape, k = shape_of(x), band.dim - (len(shape_of(x)) - count)
+        if k < 0:
+            return _same(node, [(x, band)])
+        factor, left = divmod(size[k], shape[band.dim])
+        if left or (reach and node.args[2]):                # corners are aligned
+            return None
+        start = max(0, band.start // factor - reach)
+        stop = min(shape[band.dim], (band.stop - 1) // factor + 1 + reach)
+        need: Need = x, Band(band.dim, start, stop)
+
+        def write(tile: Write) -> fx.Node:
+            now = list(size)
+            now[k] = (stop - start) * factor
+            aligned = [node.args[2]] if reach else []
+            made = tile.call(node.target, tile.get(need), now, *aligned, *[None] * count)
+            offset = band.start - start * factor
+            return made if (offset, len(band)) == (0, now[k]) else tile.call(
+                aten.slice.Tensor, made, band.dim, offset, offset + len(band))
+
+        return Piece((need,), write)
+    return rule
+
+
+def _pixel_shuffle(node: fx.Node, band: Band) -> Piece | None:
+    x: Any = node.args[0]
+    factor: Any = node.args[1]
+    rank = len(shape_of(x))
+    if band.dim < rank - 3:
+        return _same(node, [(x, band)])
+    if band.dim == rank - 3:
+        return None
+    start, stop = band.start // factor, (band.stop - 1) // factor + 1
+    need: Need = x, Band(band.dim, start, stop)
+
+    def write(tile: Write) -> fx.Node:
+        made = tile.call(node.target, tile.get(need), factor)
+        offset = band.start - start * factor
+        return made if (offset, len(band)) == (0, (stop - start) * factor) else tile.call(
+            aten.slice.Tensor, made, band.dim, offset, offset + len(band))
+
+    return Piece((need,), write)
+
+
+def _pad(node: fx.Node, band: Band) -> Piece | None:
+    x, pads = _given(node)[:2]
+    padded = len(shape_of(node)) - len(pads) // 2
+    k = 2 * (len(shape_of(node)) - 1 - band.dim)
+    return None if band.dim >= padded and (pads[k] or pads[k + 1]) else _same(node, [(x, band)])
+
+
+# -- Rules: norms and attention --------------------------------------------------------------------
+
+
+def _layer_norm(node: fx.Node, band: Band) -> Piece | None:
+    x, normalized = _given(node)[:2]
+    return _same(node, [(x, band)]) if band.dim < len(shape_of(x)) - len(normalized) else None
+
+
+def _group_norm(node: fx.Node, band: Band) -> Piece | None:
+    x, weight, bias, _, *rest = _given(node)
+    return _same(node, [(x, band)], args=(x, weight, bias, len(band), *rest)) \
+        if band.dim == 0 else None
+
+
+def _known_norm(node: fx.Node, band: Band) -> Piece | None:
+    """Cut a batch norm with statistics that are known; one that computes its statistics, by channels."""
+    x, *_ = _given(node)
+    channels = [n for n in node.all_input_nodes if n is not x]
+    known = node.target is aten._native_batch_norm_legit_no_training.default or (
+        node.target is aten.native_batch_norm.default and node.args[5] is False)
+    if known and band.dim != 1:
+        return _same(node, [(x, band)])
+    if not known and band.dim == 1 and (
+            node.target is aten._native_batch_norm_legit.no_stats or node.args[3:5] == (None, None)):
+        return _same(node, [(x, band), *[(n, Band(0, band.start, band.stop)) for n in channels]])
+    return None
+
+
+def _attention(node: fx.Node, band: Band) -> Piece | None:
+    """Cut attention by sequences, by heads, or by blocks of queries, with keys and values whole."""
+    q, k, v, dropout, causal = _given(node, (None, None, None, 0.0, False))
+    mask: Any = node.kwargs.get("attn_mask")
+    rank = len(shape_of(q))
+    if dropout or band.dim > rank - 2 or (mask is not None and causal):
+        return None
+    masks = [] if mask is None else _broadcast([mask], (*shape_of(q)[:-1], shape_of(k)[-2]), band)
+    if band.dim < rank - 2:
+        if shape_of(k)[band.dim] != shape_of(q)[band.dim]:
+            return None
+        return _same(node, [*((n, band) for n in dict.fromkeys((q, k, v))), *masks])
+    if q in (k, v):
+        return None
+    if not causal:
+        return _same(node, [(q, band), *masks])
+    # Queries see the keys up to their own place.
+    seen = min(band.stop, shape_of(k)[-2])
+
+    def write(tile: Write) -> fx.Node:
+        keys, values = (tile.get((n, None)) if seen == shape_of(n)[-2] else tile.call(
+            aten.slice.Tensor, tile.get((n, None)), rank - 2, 0, seen) for n in (k, v))
+        value = value_of(q)
+        hidden = tile.call(aten.full.default, [len(band), seen], -math.inf, dtype=value.dtype,
+                           device=value.device)
+        hidden = tile.call(aten.triu.default, hidden, band.start + 1)
+        return tile.call(node.target, tile.get((q, band)), keys, values, 0.0, False,
+                         **{**node.kwargs, "attn_mask": hidden})
+
+    return Piece(((q, band), (k, None), (v, None)), write)
+
+
+# -- Rules: products -------------------------------------------------------------------------------
+
+
+def _product(node: fx.Node, band: Band) -> Piece | None:
+    *bias, a, b = _given(node)
+    rank = len(shape_of(node))
+    needs = _broadcast(bias, shape_of(node), band)
+    if a is b or a in bias or b in bias:
+        return None
+    if band.dim != rank - 1:
+        needs.append((a, band))
+    if band.dim != rank - 2:
+        needs.append((b, band))
+    return _same(node, needs)
+
+
+def _embedding(node: fx.Node, band: Band) -> Piece | None:
+    index: Any = node.args[1]
+    return _same(node, [(index, band)]) if band.dim < len(shape_of(index)) else None
+
+
+# -- Rules: views, and operations along other dimensions -------------------------------------------
+
+
+def _view(node: fx.Node, band: Band) -> Piece | None:
+    base: Any = node.args[0]
+    shape, before = shape_of(node), shape_of(base)
+    outer, inner = math.prod(shape[:band.dim]), math.prod(shape[band.dim + 1:])
+    for dim, size in enumerate(before):
+        if math.prod(before[:dim]) == outer and (size > 1 or shape[band.dim] == 1):
+            each = math.prod(before[dim + 1:])
+            (start, left), (stop, over) = divmod(band.start * inner, each), divmod(band.stop * inner, each)
+            if left or over:
+                return None
+            now = [*shape[:band.dim], len(band), *shape[band.dim + 1:]]
+            return _reshaped((base, Band(dim, start, stop)), now)
+    return None
+
+
+def _reshaped(need: Need, shape: list[int]) -> Piece:
+    return Piece((need,), lambda tile: tile.call(aten.reshape.default, tile.get(need), shape))
+
+
+def _expand(node: fx.Node, band: Band) -> Piece | None:
+    base: Any = node.args[0]
+    shape = list(shape_of(node))
+    shape[band.dim] = len(band)
+    return _same(node, _broadcast([base], shape_of(node), band), args=(base, shape))
+
+
+def _permute(node: fx.Node, band: Band) -> Piece | None:
+    base, *dims = _given(node)
+    rank = len(shape_of(node))
+    order = list(range(rank))
+    if node.target is aten.permute.default:
+        order = [d % rank for d in dims[0]]
+    elif rank > 1:
+        a, b = (d % rank for d in dims) if dims else (0, 1)
+        order[a], order[b] = order[b], order[a]
+    part = Band(order[band.dim], band.start, band.stop)
+    return _same(node, [(base, part)])
+
+
+def _unsqueeze(node: fx.Node, band: Band) -> Piece | None:
+    base, dim = _given(node)
+    at = dim % len(shape_of(node))
+    if band.dim == at:
+        return None
+    return _same(node, [(base, Band(band.dim - (band.dim > at), band.start, band.stop))])
+
+
+def _cat(node: fx.Node, band: Band) -> Piece | None:
+    parts, dim = _given(node, (None, 0))
+    if dim % len(shape_of(node)) == band.dim:
+        return None
+    return _same(node, [(n, band) for n in dict.fromkeys(parts)])
+
+
+def _slice(node: fx.Node, band: Band) -> Piece | None:
+    x, dim, start, stop, step = _given(node, (None, 0, None, None, 1))
+    at, size = dim % len(shape_of(x)), shape_of(x)[dim]
+    if band.dim != at:
+        return _same(node, [(x, band)])
+    first, _, by = slice(start, stop, step).indices(size)
+    if by != 1:
+        return None
+    need: Need = x, Band(at, first + band.start, first + band.stop)
+    return Piece((need,), lambda tile: tile.get(need))
+
+
+def _along(place: int, default: Any = None, *, takes: int = 1, keeps: bool = True) -> Rule:
+    """Make the rule of what works along the dimensions that argument `place` names. `takes`: how many of the
+    first arguments have these dimensions; `keeps`: whether the result has as many dimensions, unless
+    argument ``place + 1`` says that a reduction keeps its own."""
+    def rule(node: fx.Node, band: Band) -> Piece | None:
+        args = _given(node)
+        given: Any = args[place] if len(args) > place else default
+        rank = len(shape_of(args[0]))
+        dims = {d % rank for d in (given if isinstance(given, (list, tuple)) else [given])}
+        dim = band.dim
+        if not keeps and not (len(args) > place + 1 and args[place + 1] is True):
+            dim = [d for d in range(rank) if d not in dims][band.dim]
+        if not dims or dim in dims:
+            return None
+        part = Band(dim, band.start, band.stop)
+        return _same(node, [(n, part) for n in dict.fromkeys(args[:takes])])
+    return rule
+
+
+def _item(node: fx.Node, band: Band) -> Piece | None:
+    base: Any = node.args[0]
+    k: Any = node.args[1]
+    if k and base.target not in EVEN:
+        return None                                         # statistics, places of maxima
+    need: Need = base, band
+    if base.target in SUMS and not isinstance(base.meta[VALUE], torch.Tensor):
+        return None
+    return Piece((need,), lambda tile: tile.call(operator.getitem, tile.get(need), k))
+
+
+EVEN = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
+"""Operations whose results all have the first one's dimensions."""
+
+RULES: dict[Any, Rule] = {
+    aten.convolution.default: _convolution,
+    aten.max_pool2d_with_indices.default: _max_pool, aten.max_pool3d_with_indices.default: _max_pool,
+    aten.avg_pool2d.default: _average_pool, aten.avg_pool3d.default: _average_pool,
+    aten._adaptive_avg_pool2d.default: _by_images, aten._adaptive_avg_pool3d.default: _by_images,
+    aten.upsample_nearest2d.default: _upsampled(2, reach=0),
+    aten.upsample_nearest3d.default: _upsampled(3, reach=0),
+    aten.upsample_bilinear2d.default: _upsampled(2, reach=1),
+    aten.upsample_trilinear3d.default: _upsampled(3, reach=1),
+    aten.pixel_shuffle.default: _pixel_shuffle,
+    aten.constant_pad_nd.default: _pad,
+    aten.native_layer_norm.default: _layer_norm, aten.native_group_norm.default: _group_norm,
+    aten._native_batch_norm_legit_no_training.default: _known_norm,
+    aten.native_batch_norm.default: _known_norm, aten._native_batch_norm_legit.no_stats: _known_norm,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten.mm.default: _product, aten.addmm.default: _product, aten.bmm.default: _product,
+    aten.baddbmm.default: _product, aten.embedding.default: _embedding,
+    aten.view.default: _view, aten._unsafe_view.default: _view, aten.reshape.default: _view,
+    aten.expand.default: _expand, aten.unsqueeze.default: _unsqueeze,
+    aten.t.default: _permute, aten.transpose.int: _permute, aten.permute.default: _permute,
+    aten.squeeze.dim: _along(1, keeps=False), aten.squeeze.dims: _along(1, keeps=False),
+    aten.cat.default: _cat, aten.slice.Tensor: _slice, aten.select.int: _along(1, keeps=False),
+    aten.split.Tensor: _along(2, 0), aten.split_with_sizes.default: _along(2, 0),
+    aten.unbind.int: _along(1, 0, keeps=False),
+    aten.clone.default: _pointwise, aten._to_copy.default: _pointwise, aten.zeros_like.default: _pointwise,
+    aten.ones_like.default: _pointwise, aten.full_like.default: _pointwise,
+    aten._softmax.default: _along(1), aten._log_softmax.default: _along(1), aten.cumsum.default: _along(1),
+    aten.sum.dim_IntList: _along(1, keeps=False), aten.mean.dim: _along(1, keeps=False),
+    aten.amax.default: _along(1, (), keeps=False), aten.amin.default: _along(1, (), keeps=False),
+    aten.logsumexp.default: _along(1, keeps=False),
+    operator.getitem: _item,
+}
+"""Rules of operators; other pointwise operators have the one of all pointwise operators."""
+
+
+# -- Sums ------------------------------------------------------------------------------------------
+
+
+def _sum(node: fx.Node, band: Band) -> Piece | None:
+    """Return a part's sum, or its part of the mean of all."""
+    x: Any = node.args[0]
+    dims, keep = _given(node, (None, None, False))[1:3]
+    rank = len(shape_of(x))
+    over = [d % rank for d in (dims if isinstance(dims, (list, tuple)) and dims else range(rank))]
+    if band.dim not in over:
+        return None
+    need: Need = x, band
+    count = math.prod(shape_of(x)[d] for d in over) if node.target in _MEANS else None
+
+    def write(tile: Write) -> fx.Node:
+        made = tile.call(aten.sum.dim_IntList, tile.get(need), over, bool(keep), **node.kwargs)
+        return made if count is None else tile.call(aten.div.Scalar, made, count)
+
+    return Piece((need,), write)
+
+
+_MEANS = (aten.mean.default, aten.mean.dim)
+_EACH, _MEAN, _SUM = 0, 1, 2
+"""What losses return: one for each element, their mean or their sum."""
+
+
+def _loss(place: int) -> Rule:
+    """Make the rule of a loss whose argument `place` says whether it is a mean or a sum."""
+    def rule(node: fx.Node, band: Band) -> Piece | None:
+        args = _given(node)
+        reduction = args[place] if len(args) > place else _MEAN
+        first: Any = args[0]
+        shape = shape_of(first)
+        if reduction == _EACH or any(shape_of(n) != shape for n in args[:2]) or node.kwargs \
+                or any(isinstance(n, fx.Node) for n in args[2:]):
+            return None
+        now = [*args, *[None] * (place + 1 - len(args))]
+        now[place] = _SUM
+        needs = [(n, band) for n in dict.fromkeys(args[:2])]
+
+        def write(tile: Write) -> fx.Node:
+            given = fx.node.map_arg(tuple(now), lambda n: tile.get((n, band)))
+            made = tile.call(node.target, *given)
+            return tile.call(aten.div.Scalar, made, math.prod(shape)) if reduction == _MEAN else made
+
+        return Piece(tuple(needs), write)
+    return rule
+
+
+def _nll(node: fx.Node, band: Band) -> Piece | None:
+    """Return a part's share of a negative log likelihood: how many targets count is known before."""
+    scores, target, weight, reduction, ignored = _given(node)
+    dim = band.dim - (band.dim > 0)
+    if reduction == _EACH or weight is not None or band.dim == 1:
+        return None
+    part: Need = target, Band(dim, band.start, band.stop)
+    of_scores: Need = scores, band
+    whole: Need = target, None
+    dtype = value_of(scores).dtype
+
+    def write(tile: Write) -> tuple[fx.Node, ...]:
+        made = tile.call(node.target, tile.get(of_scores), tile.get(part), None, _SUM, ignored)
+        loss = tile.call(operator.getitem, made, 0)
+        if reduction == _SUM:
+            return (loss,)
+        counted = tile.call(aten.sum.default, tile.call(aten.ne.Scalar, tile.get(whole), ignored))
+        return (tile.call(aten.div.Tensor, loss, tile.call(aten._to_copy.default, counted, dtype=dtype)),)
+
+    return Piece((of_scores, part, *((whole,) if reduction == _MEAN else ())), write)
+
+
+SUMS: dict[Any, Rule] = {
+    aten.sum.default: _sum, aten.mean.default: _sum, aten.sum.dim_IntList: _sum, aten.mean.dim: _sum,
+    aten.mse_loss.default: _loss(2), aten.smooth_l1_loss.default: _loss(2),
+    aten.binary_cross_entropy_with_logits.default: _loss(4),
+    aten.nll_loss_forward.default: _nll, aten.nll_loss2d_forward.default: _nll,
+}
+"""Rules of sums over the dimension that is cut: the parts' results are added up."""

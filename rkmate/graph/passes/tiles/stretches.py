@@ -1,0 +1,540 @@
+"""The rewrite that lets stretches of operations run in tiles: images of a batch, bands of an image, blocks of
+a sequence. Where one layer sets the smallest budget, no order of operations needs less; tiles do.
+
+A stretch ends where elements are mixed (a batch norm that is trained), where something is drawn at random,
+and where a value is needed whole: the keys and values of an attention. Of the dimensions that can be cut, the
+one counts with which the largest stretch needs least.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.capture.operations import is_random, is_view
+from rkmate.graph.passes.joint import Joint
+from rkmate.graph.passes.tiles.cuts import EVEN, Band, Need, piece, shape_of, summand
+from rkmate.graph.passes.tiles.matching import Matcher
+from rkmate.graph.passes.tiles.region import readers_of
+from rkmate.graph.passes.tiles.rewrite import call_meta, item_of, late_nodes, put_in_order
+from rkmate.graph.passes.tiles.stretch import (
+    Key,
+    Port,
+    Stretch,
+    backward_of,
+    derivative,
+    forward_of,
+    length_of,
+    spread,
+    sum_of,
+)
+from rkmate.torch_seam.nodes import VALUE, is_backward, wish_of
+
+aten = torch.ops.aten
+
+MOST_PARTS = 32
+"""Of a stretch: with more, calls take longer than what they compute."""
+MOST_WORK = 2.0
+"""The work of all tiles together at most, as a multiple of the whole's: what windows see of neighbours is
+computed in each tile."""
+CUTS = 24
+"""Places in a stretch at which it may be cut in two, at most."""
+CLEARLY = 0.7
+"""Another dimension is cut where the largest need is less than this part of what an earlier one leads to."""
+EXACT = 1.01
+"""Tiles that compute so little more than the whole do not overlap: fewer of them would need more."""
+SMALL = 0.5
+"""A stretch that needs less than this part of the largest one runs as it is."""
+_HEAVY = (aten.convolution.default, aten.mm.default, aten.addmm.default, aten.bmm.default)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension that tiles cut."""
+
+    name: str
+    """A tile, in words."""
+    starts: dict[int, int]
+    """Number of dimensions of a value -> the one that is cut where a stretch begins."""
+
+
+IMAGES = Axis("images of a batch", dict.fromkeys(range(1, 7), 0))
+AXES = (IMAGES, Axis("blocks of a sequence", {2: 0, 3: 1}), Axis("bands of an image", {4: 2, 5: 2}))
+
+
+def tile_stretches(joint: Joint) -> None:
+    """Note the weights of what could run in tiles; let stretches run so where that is asked for."""
+    if "tiles" not in joint.choices:
+        joint.concerned["tiles"] = tuple(n.name for n in joint.graph.nodes
+                                         if n.target in _HEAVY and not is_backward(n))
+        return
+    names: list[str] = []
+    for plan in _chosen(joint):
+        names += _rewrite(joint, plan) or []
+    joint.concerned["tiles"] = tuple(dict.fromkeys(names))
+
+
+# -- What can be cut along an axis -----------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Labels:
+    """The forward operations that can be cut along an axis."""
+
+    axis: Axis
+    images: int
+    """The length of the first dimension of the model's inputs; 1 where they differ."""
+    dims: dict[fx.Node, int] = field(default_factory=dict)
+    sums: dict[fx.Node, int] = field(default_factory=dict)
+    inner: set[fx.Node] = field(default_factory=set)
+    """Other results of operations, which the backward alone reads."""
+    level: dict[fx.Node, int] = field(default_factory=dict)
+    """Operations of a level read whole values of lower levels only."""
+    needs: dict[fx.Node, tuple[Need, ...]] = field(default_factory=dict)
+
+    def __contains__(self, node: fx.Node) -> bool:
+        return node in self.dims or node in self.sums
+
+    def take(self, node: fx.Node, moving: Collection[fx.Node]) -> None:
+        """Find how an operation is cut, if it is. `moving`: values that depend on the model's inputs."""
+        base: Any = node.args[0] if node.args else None
+        if node.target is operator.getitem and base in self and (base in self.sums or (
+                node.args[1] and base.target not in EVEN)):
+            if node.args[1]:
+                self.inner.add(node)
+            else:
+                self.sums[node], self.needs[node] = self.sums[base], ((base, None),)
+            self.level[node] = self.level[base]
+            return
+        best = min(self._ways(node, moving), default=None, key=lambda way: way[:3]) \
+            if node in moving and not is_random(node) and wish_of(node) is None and _is_one(node) \
+            and (node.target is not operator.getitem or base in self) else None
+        if best is None:
+            self.level[node] = max((self.level.get(n, 0) + (n in self) for n in node.all_input_nodes),
+                                   default=0)
+            return
+        self.level[node], _, dim, summed, self.needs[node] = best
+        (self.sums if summed else self.dims)[node] = dim
+
+    def _ways(self, node: fx.Node, moving: Collection[fx.Node],
+              ) -> Iterator[tuple[int, int, int, bool, tuple[Need, ...]]]:
+        """Yield level, operands that continue a stretch (negative), dimension, whether it sums, and needs."""
+        shape = shape_of(node)
+        for dim, size in enumerate(shape):
+            made = piece(node, Band(dim, 0, size)) if size > 1 else None
+            if made is not None:
+                level, hits, cuts = self._joins(made.needs, moving)
+                if hits or (cuts and self._starts(shape, dim)):
+                    yield level, -hits, dim, False, made.needs
+        first: Any = node.args[0] if node.args else None
+        if first in self.dims:
+            dim = self.dims[first]
+            made = summand(node, Band(dim, 0, shape_of(first)[dim]))
+            if made is not None:
+                level, hits, _ = self._joins(made.needs, moving)
+                yield level, -hits, dim, True, made.needs
+
+    def _starts(self, shape: Sequence[int], dim: int) -> bool:
+        """Return whether a stretch may begin with a value that is cut along this dimension."""
+        if self.axis is IMAGES and (self.images < 2 or shape[dim] % self.images):
+            return False
+        return self.axis.starts.get(len(shape)) == dim
+
+    def _joins(self, needs: Sequence[Need], moving: Collection[fx.Node]) -> tuple[int, int, int]:
+        level = hits = cuts = 0
+        for operand, band in needs:
+            if band is not None and self.dims.get(operand) == band.dim:
+                level, hits = max(level, self.level[operand]), hits + 1
+            else:
+                level = max(level, self.level.get(operand, 0) + (operand in self))
+                cuts += band is not None and operand in moving
+        return level, hits, cuts
+
+    def sink(self, handed: Collection[fx.Node]) -> None:
+        """Move what only a later stretch reads there: it is computed where it is needed."""
+        for node in reversed([n for n in self.level if n in self]):
+            users = [u for u in node.users if not is_backward(u) and u not in self.inner]
+            if node in handed or not users or any(
+                    u not in self or not any(n is node and b is not None and b.dim == self.dims.get(node)
+                                             for n, b in self.needs[u]) for u in users):
+                continue
+            self.level[node] = min(self.level[u] for u in users)
+
+    def stretches(self) -> list[list[fx.Node]]:
+        """Return the largest stretches, each in order."""
+        root: dict[fx.Node, fx.Node] = {}
+
+        def find(node: fx.Node) -> fx.Node:
+            while root.setdefault(node, node) is not node:
+                node = root[node]
+            return node
+
+        for node in self.level:
+            if node in self:
+                for operand in node.all_input_nodes:
+                    if operand in self and self.level[operand] == self.level[node]:
+                        root[find(operand)] = find(node)
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.level:
+            if node in self:
+                found.setdefault(find(node), []).append(node)
+        return list(found.values())
+
+
+def _is_one(node: fx.Node) -> bool:
+    """Return whether an operation's result is one tensor, or the others are for its backward alone."""
+    value = node.meta.get(VALUE)
+    if isinstance(value, torch.Tensor):
+        return True
+    return isinstance(value, (tuple, list)) and all(
+        u.target is operator.getitem and (not u.args[1] or node.target in EVEN or all(map(
+            is_backward, u.users))) for u in node.users)
+
+
+def _labels(joint: Joint, axis: Axis, late: Collection[fx.Node], moving: Collection[fx.Node]) -> _Labels:
+    lengths = {(shape_of(n) or (1,))[0] for n, s in joint.sources.items() if s.kind == "input"}
+    labels = _Labels(axis, lengths.pop() if len(lengths) == 1 else 1)
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and not is_backward(node) and node not in late:
+            labels.take(node, moving)
+    labels.sink(joint.handed())
+    return labels
+
+
+# -- Which stretches run in tiles ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """A stretch, and in how many tiles it runs."""
+
+    labels: _Labels
+    nodes: list[fx.Node]
+    parts: int
+    bytes: float
+    """Estimate of what its backward takes at once."""
+    whole: float
+    """Estimate of what it takes without tiles."""
+
+
+def _chosen(joint: Joint) -> list[_Plan]:
+    """Return the stretches that run in tiles, along the dimension with which the largest one needs least."""
+    late = late_nodes(joint)
+    moving = {n for n, s in joint.sources.items() if s.kind == "input"}
+    moving |= readers_of(moving)
+    handed = joint.handed()
+    best: tuple[float, list[_Plan]] | None = None
+    for axis in AXES:
+        labels = _labels(joint, axis, late, moving)
+        walls = [n for n in labels.level if n in moving and n not in labels and n not in labels.inner]
+        least = max((_alone(n, moving) for n in walls), default=0.0)
+        partings = [_Parting(labels, nodes, handed, moving, least) for nodes in labels.stretches()]
+        plans = [plan for parting in partings for plan in parting.best()]
+        most = max([least, *(p.bytes for p in plans)])
+        if best is None or most < CLEARLY * best[0]:
+            best = most, plans
+    assert best is not None
+    most, plans = best
+    return [p for p in plans if p.parts > 1 and p.whole > SMALL * most]
+
+
+def _alone(node: fx.Node, moving: Collection[fx.Node]) -> float:
+    """Return the bytes that the backward of one operation takes at once: its operands and their gradients,
+    and the gradient of its result."""
+    if is_view(node) or node.target is operator.getitem:
+        return 0.0
+    return _bytes(node) + sum((2 if n in moving else 1) * _bytes(n) for n in node.all_input_nodes)
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get(VALUE)
+    value = value[0] if isinstance(value, (tuple, list)) and value else value
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+@dataclass(eq=False)
+class _Parting:
+    """The way to run a stretch in one part or several, each in tiles or not, so that the largest need of any
+    is as small as can be, and the parts are few."""
+
+    labels: _Labels
+    nodes: list[fx.Node]
+    handed: Collection[fx.Node]
+    moving: Collection[fx.Node]
+    least: float
+    """Bytes that something else needs."""
+
+    def best(self) -> list[_Plan]:
+        """Return the parts."""
+        places = self._places()
+        known = {(i, j): self._estimate(self.nodes[i:j])
+                 for a, i in enumerate(places) for j in places[a + 1:]}
+        most = {0: 0.0}
+        for j in places[1:]:
+            most[j] = min(max(most[i], known[i, j].bytes) for i in places if i < j)
+        limit = max(self.least, most[places[-1]])
+        best: dict[int, tuple[int, float, int]] = {0: (0, 0.0, 0)}
+        for j in places[1:]:
+            ways = [(best[i][0] + 1, known[i, j].bytes, i) for i in places
+                    if i < j and i in best and known[i, j].bytes <= limit]
+            if ways:
+                best[j] = min(ways)
+        found: list[_Plan] = []
+        j = places[-1]
+        while j:
+            i = best[j][2]
+            found.append(known[i, j])
+            j = i
+        return found[::-1]
+
+    def _places(self) -> list[int]:
+        """Return where a stretch may be cut: at its beginning and its end, and where little is read
+        across."""
+        nodes = self.nodes
+        at = {n: k for k, n in enumerate(nodes)}
+        last = {n: max((at[u] for u in n.users if u in at), default=-1) for n in nodes}
+        crossing = []
+        open_: set[fx.Node] = set()
+        for k in range(1, len(nodes)):
+            open_.add(nodes[k - 1])
+            open_ = {n for n in open_ if last[n] >= k}
+            if nodes[k].target in _HEAVY:
+                crossing.append((len(open_), sum(map(_bytes, open_)), k))
+        return sorted([0, len(nodes), *(k for *_, k in sorted(crossing)[:CUTS])])
+
+    def _estimate(self, nodes: list[fx.Node]) -> _Plan:
+        labels, inside = self.labels, set(nodes)
+        whole = max(_alone(n, self.moving) for n in nodes)
+        plain = _Plan(labels, nodes, 1, whole, whole)
+        read = {n for node in nodes for n in node.all_input_nodes if n not in inside}
+        cut = {o for node in nodes for o, band in labels.needs[node] if band is not None and o in read}
+        made = [n for n in nodes if n in self.handed or any(
+            u not in inside and not is_backward(u) and u not in labels.inner for u in n.users)]
+        # Of what is read whole, the sum of the gradients and a tile's own.
+        fixed = 2.0 * sum(map(_bytes, cut)) + sum(map(_bytes, made)) + sum(
+            (3 if n in self.moving else 2) * _bytes(n) for n in read - cut)
+        own = 2.0 * sum(_bytes(n) for n in nodes if not is_view(n) and n.target is not operator.getitem)
+        if not made or fixed >= whole or len(nodes) < 2 or any(n not in labels for n in made):
+            return plain
+        best = plain
+        most = min(MOST_PARTS, *(length_of(n, labels.dims, labels.sums) for n in made))
+        for parts in dict.fromkeys([most, *(n for n in (16, 8, 4, 2) if n < most)]):
+            work = self._work(nodes, made, parts)
+            now = fixed + own * work / parts
+            if work <= MOST_WORK and now < best.bytes:
+                best = _Plan(labels, nodes, parts, now, whole)
+            if work < EXACT:
+                break
+        return best
+
+    def _work(self, nodes: list[fx.Node], made: Sequence[fx.Node], parts: int) -> float:
+        """Return the work of all tiles, as a multiple of the whole's; infinite where the stretch cannot be
+        cut so."""
+        dims, sums = self.labels.dims, self.labels.sums
+
+        def part(node: fx.Node, dim: int) -> Band:
+            size, k = length_of(node, dims, sums), parts // 2
+            return Band(dim, size * k // parts, size * (k + 1) // parts)
+
+        added = [sum_of(n) for n in made if n in sums]
+        found = spread(nodes, {n: part(n, dims[n]) for n in made if n in dims},
+                       {n: part(n, sums[n]) for n in added}) if parts > 1 else None
+        if found is None:
+            return math.inf
+        mine = [(n, b) for n, b in found.bands.items() if n in dims]
+        some = sum(_bytes(n) * len(b) / shape_of(n)[b.dim] for n, b in mine)
+        return parts * some / max(1, sum(_bytes(n) for n, _ in mine))
+
+
+# -- A stretch of the joint graph ------------------------------------------------------------------
+
+
+def extracted(labels: _Labels, nodes: Sequence[fx.Node], trained: Collection[fx.Node]) -> Stretch:
+    """Return operations as a graph of their own. `trained`: values that have a gradient."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    stretch = Stretch(labels.axis.name, graph, {}, {}, {})
+    inside = set(nodes)
+    inner = [n for n in labels.inner if n.args[0] in inside]
+    for node in [*nodes, *inner]:
+        mine = {}
+        for operand in node.all_input_nodes:
+            if operand in inside:
+                mine[operand] = copies[operand]
+            else:
+                mine[operand] = graph.placeholder("port")
+                mine[operand].meta[VALUE] = operand.meta[VALUE]
+                stretch.ports[mine[operand]] = Port(mine[operand], operand, operand in trained)
+        copies[node] = graph.node_copy(node, mine.__getitem__)
+        copies[node].meta = {VALUE: node.meta[VALUE]}
+        stretch.origin[copies[node]] = node
+        if node in labels.dims:
+            stretch.dims[copies[node]] = labels.dims[node]
+        elif node in labels.sums:
+            stretch.sums[copies[node]] = labels.sums[node]
+    return stretch
+
+
+def _trained(joint: Joint) -> set[fx.Node]:
+    sources = {s for s, _ in joint.grads}
+    first = {n for n, s in joint.sources.items() if s in sources}
+    return {n for n in (*first, *readers_of(first)) if not is_backward(n) and isinstance(
+        n.meta.get(VALUE), torch.Tensor) and n.meta[VALUE].is_floating_point()}
+
+
+def _rewrite(joint: Joint, plan: _Plan) -> list[str] | None:
+    """Let a stretch run in tiles. Returns the names of its weights; None, and nothing is changed, where it
+    cannot run so."""
+    stretch = extracted(plan.labels, plan.nodes, _trained(joint))
+    _find_results(joint, stretch)
+    if not stretch.results:
+        return None
+    matched = _match(joint, stretch)
+    if matched is None:
+        return None
+    entering, groups = matched
+    forward = backward = None
+    for parts in range(min(plan.parts, stretch.most_parts()), 1, -1):
+        forward = forward_of(stretch, stretch.results, "stretch_forward", parts)
+        if forward is not None and groups:
+            backward = backward_of(stretch, [r for r, _ in entering], [ports for ports, _ in groups],
+                                   "stretch_backward", parts)
+        if forward is not None and (backward is not None or not groups):
+            break
+    else:
+        return None
+    assert forward is not None
+    results = [stretch.origin[r] for r in stretch.results]
+    _call(joint, *forward, (), results, backward=False)
+    if backward is not None:
+        _call(joint, *backward, [g for _, g in entering], [c for _, c in groups], backward=True)
+    return [joint.name(p.of) for p in stretch.ports.values()
+            if p.of in joint.sources and joint.sources[p.of].kind == "param"]
+
+
+def labels_of(stretch: Stretch) -> Collection[fx.Node]:
+    """Return the operations of a stretch that are cut, or summed up."""
+    return {*stretch.dims, *stretch.sums}
+
+
+def _find_results(joint: Joint, stretch: Stretch) -> None:
+    """Note the operations whose results are read outside; for a view, what it looks at."""
+    inside = set(stretch.origin.values())
+    handed = joint.handed()
+    outside = [n for n in inside if n in handed or any(
+        u not in inside and not is_backward(u) for u in n.users)]
+    _add_results(stretch, outside)
+
+
+def _add_results(stretch: Stretch, nodes: Iterable[fx.Node]) -> None:
+    inside = set(stretch.origin.values())
+    found = {stretch.origin[r] for r in stretch.results}
+    for node in nodes:
+        while is_view(node) and node in inside:
+            node = node.args[0]                                             # type: ignore[assignment]
+        found |= {node} & inside
+    stretch.results = [n for n in stretch.operations if stretch.origin[n] in found]
+
+
+_Entering = list[tuple[fx.Node, fx.Node]]
+_Groups = list[tuple[list[Port], fx.Node]]
+
+
+def _match(joint: Joint, stretch: Stretch) -> tuple[_Entering, _Groups] | None:
+    """Return the stretch's results with the gradients that enter by them, and groups of its ports with the
+    gradients that leave; None if they are not found, or if something else reads what is computed between.
+    Results that only the backward of others reads are added to the stretch's."""
+    cut = labels_of(stretch)
+    if any(r not in cut for r in stretch.results):
+        return None
+    trained = _trained(joint)
+    ports = [p for p in stretch.ports.values() if p.trained]
+    entering = [r for r in stretch.results if stretch.origin[r] in trained]
+    between: set[fx.Node] = set()
+    of_results: _Entering = []
+    groups: _Groups = []
+    if ports and entering:
+        derived, gradients = derivative(stretch, entering, ports)
+        matcher = Matcher(joint.graph.nodes)
+        inputs = [n for n in derived.nodes if n.op == "placeholder"]
+        known = dict(zip(inputs, (p.of for p in stretch.ports.values()), strict=False))
+        found = matcher.match(derived, known, [g for g in gradients if g is not None])
+        if found is None:
+            return None
+        tangents = inputs[len(known):]
+        of_results = [(r, found[t]) for r, t in zip(entering, tangents, strict=True) if t in found]
+        from_tangents = readers_of(tangents)
+        between = {found[n] for n in found if n in from_tangents}
+        leaving = [([p], found[g]) for p, g in zip(ports, gradients, strict=True) if g is not None]
+        groups, sums = _together(joint, matcher, leaving, between)
+        between |= sums
+        between = {n for n in joint.graph.nodes if matcher.same(n) in between}
+        replaced = {n for n in between if any(matcher.same(n) is c for _, c in groups)}
+        handed = joint.handed()
+        if any(n not in replaced and (n in handed or any(u not in between for u in n.users))
+               for n in between):
+            return None
+        for _, gradient in groups:
+            for node in replaced:
+                if node is not gradient and matcher.same(node) is gradient:
+                    joint.replace(node, gradient)
+    more = [n for n in stretch.origin.values()
+            if any(is_backward(u) and u not in between for u in n.users)]
+    _add_results(stretch, more)
+    return None if any(r not in cut for r in stretch.results) else (of_results, groups)
+
+
+def _together(joint: Joint, matcher: Matcher, leaving: _Groups, between: set[fx.Node],
+              ) -> tuple[_Groups, set[fx.Node]]:
+    """Return gradients of one value as one where the joint graph adds them up and reads nothing else of them,
+    and these sums. What passes a stretch as it is does not leave it."""
+    sums: set[fx.Node] = set()
+    by_value: dict[fx.Node, _Groups] = {}
+    for ports, gradient in leaving:
+        by_value.setdefault(ports[0].of, []).append((ports, gradient))
+    found: _Groups = []
+    taken: set[fx.Node] = set()
+    for entries in by_value.values():
+        merged = True
+        while merged and len(entries) > 1:
+            merged = False
+            for a in entries:
+                for user in a[1].users:
+                    b = next((e for e in entries if e is not a and user.target is aten.add.Tensor
+                              and not user.kwargs and set(map(matcher.same, user.all_input_nodes)) == {
+                                  a[1], e[1]}), None)
+                    if b is not None and all(len(e[1].users) == 1 or e[1] not in between | sums
+                                             for e in (a, b)):
+                        entries = [e for e in entries if e is not a and e is not b]
+                        entries.append(([*a[0], *b[0]], matcher.same(user)))
+                        sums.add(matcher.same(user))
+                        merged = True
+                        break
+                if merged:
+                    break
+        for ports, gradient in entries:
+            if gradient in between | sums and gradient not in taken:
+                taken.add(gradient)
+                found.append((ports, gradient))
+    return found, sums
+
+
+def _call(joint: Joint, banded: Any, keys: Sequence[Key], more: Sequence[fx.Node],
+          results: Sequence[fx.Node], *, backward: bool) -> None:
+    """Let a computation in tiles take the place of what makes some values."""
+    after = readers_of(results)
+    anchor = next((n for n in joint.graph.nodes if n in after), results[-1])
+    args = (*(of for of, _ in keys), *more)
+    with joint.graph.inserting_before(anchor):
+        call = joint.graph.create_node("call_function", banded, args, {}, banded.name)
+    with args[0].meta[VALUE].fake_mode:
+        call.meta = call_meta(results, backward=backward) | {VALUE: banded.values()}
+    for k, result in enumerate(results):
+        joint.replace(result, item_of(joint, call, k))
+    put_in_order(joint.graph)

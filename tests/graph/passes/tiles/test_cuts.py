@@ -1,0 +1,113 @@
+"""Operations on a part of their result, and their gradients, tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from rkmate.graph.passes.tiles.stretch import Port, Stretch, backward_of, forward_of
+from rkmate.torch_seam.trace import operations_of
+
+Made = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+def _x(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def _conv(size: int = 11, **options: Any) -> Made:
+    return lambda x, w: F.conv2d(x, w, **options), (_x(2, 3, size, 7), _x(4, 3, 3, 3))
+
+
+def _turned(**options: Any) -> Made:
+    return lambda x, w: F.conv_transpose2d(x, w, **options), (_x(2, 3, 6, 5), _x(3, 4, 3, 3))
+
+
+def _of(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> Made:
+    return function, tuple(_x(*shape) for shape in shapes)
+
+
+IMAGE, VOLUME, TOKENS = (2, 4, 8, 6), (2, 4, 8, 4, 4), (2, 6, 8)
+CASES: dict[str, tuple[Made, int]] = {
+    "convolution, images": (_conv(padding=1), 0),
+    "convolution, bands": (_conv(padding=1), 2),
+    "convolution, strides": (_conv(padding=1, stride=2), 2),
+    "convolution, far apart": (_conv(padding=3, dilation=2), 2),
+    "convolution of volumes": (_of(lambda x, w: F.conv3d(x, w, padding=1), VOLUME, (2, 4, 3, 3, 3)), 2),
+    "transposed": (_turned(stride=2), 2),
+    "transposed, padding": (_turned(stride=2, padding=1, output_padding=1), 2),
+    "transposed, strides of one": (_turned(padding=1), 2),
+    "max pool": (_of(lambda x: F.max_pool2d(x, 2), IMAGE), 2),
+    "max pool, overlap": (_of(lambda x: F.max_pool2d(x, 3, 2, 1), IMAGE), 2),
+    "max pool of volumes": (_of(lambda x: F.max_pool3d(x, 2), VOLUME), 2),
+    "average pool": (_of(lambda x: F.avg_pool2d(x, 2), IMAGE), 2),
+    "nearest": (_of(lambda x: F.interpolate(x, scale_factor=2.0), IMAGE), 2),
+    "bilinear": (_of(lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), IMAGE), 2),
+    "pixel shuffle": (_of(lambda x: F.pixel_shuffle(x, 2), IMAGE), 2),
+    "pointwise": (_of(lambda x, y: F.gelu(x) * y + 1, IMAGE, (4, 1, 6)), 2),
+    "layer norm": (_of(lambda x, w: F.layer_norm(x, (8,), w), TOKENS, (8,)), 1),
+    "group norm": (_of(lambda x, w: F.group_norm(x, 2, w), IMAGE, (4,)), 0),
+    "instance norm": (_of(lambda x: F.instance_norm(x), IMAGE), 0),
+    "attention": (_of(F.scaled_dot_product_attention, *[(2, 2, 6, 4)] * 3), 2),
+    "causal attention": (_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+                             *[(2, 2, 6, 4)] * 3), 2),
+    "product": (_of(torch.addmm, (5,), (6, 8), (8, 5)), 0),
+    "heads": (_of(lambda x: x.view(2, 6, 2, 4).transpose(1, 2).contiguous(), TOKENS), 2),
+    "softmax": (_of(lambda x: x.softmax(-1).mean(-1, keepdim=True), TOKENS), 1),
+    "concatenation": (_of(lambda x, y: torch.cat([x, y], -1)[..., 3:9], TOKENS, TOKENS), 1),
+    "parts": (_of(lambda x: x.chunk(2, -1)[1] * x.unbind(1)[0].unsqueeze(1)[..., :4], TOKENS), 0),
+}
+
+
+def _stretch(function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], dim: int) -> Stretch:
+    mode = FakeTensorMode()
+    graph = operations_of(function, [mode.from_tensor(x) for x in inputs])
+    ports = {n: Port(n, n, True) for n in graph.nodes if n.op == "placeholder"}
+    result: Any = graph.output_node().args[0]
+    return Stretch("parts", graph, {result: dim}, {}, ports, results=[result])
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_compute_what_the_whole_does(name: str, parts: int) -> None:
+    torch.manual_seed(0)
+    (function, inputs), dim = CASES[name]
+    stretch = _stretch(function, inputs, dim)
+    parts = min(parts, stretch.most_parts())
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    expected = function(*leaves)
+    entering = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, leaves, entering)
+    by_port = dict(zip(stretch.ports, inputs, strict=True))
+
+    forward = forward_of(stretch, stretch.results, "forward", parts)
+    assert forward is not None
+    tiled, keys = forward
+    assert tiled.parts == parts > 1
+    torch.testing.assert_close(tiled(*(by_port[of] for of, _ in keys))[0], expected.detach())
+
+    backward = backward_of(stretch, stretch.results, [[p] for p in stretch.ports.values()], "backward", parts)
+    assert backward is not None
+    tiled, keys = backward
+    found = tiled(*(by_port[of] for of, _ in keys), entering)
+    for mine, theirs in zip(found, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(("function", "shape", "dim"), [
+    (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=True), IMAGE, 2),
+    (lambda x: F.pad(x, (0, 0, 1, 1)), IMAGE, 2),
+    (lambda x: x.softmax(1), TOKENS, 1),
+    (lambda x: F.group_norm(x, 2), IMAGE, 2),
+    (lambda x: F.dropout(x, 0.5), IMAGE, 0),
+    (lambda x: F.batch_norm(x, None, None, training=True), IMAGE, 0)],
+    ids=["aligned corners", "padding", "softmax", "statistics", "dropout", "batch norm"])
+def test_what_mixes_elements_is_not_cut(function: Callable[..., torch.Tensor], shape: tuple[int, ...],
+                                        dim: int) -> None:
+    stretch = _stretch(function, (_x(*shape),), dim)
+    assert forward_of(stretch, stretch.results, "forward", 2) is None

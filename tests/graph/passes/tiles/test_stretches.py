@@ -1,0 +1,78 @@
+"""Stretches of a model in tiles: the smallest budget, and what it trades."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rkmate
+from rkmate.measure.step import measure_peak
+from rkmate.pipeline.settings import Settings
+
+NEVER, AUTO = Settings(tiles="never"), Settings(tiles="auto")
+
+
+class Net(nn.Module):
+    """Convolutions, a residual sum, and a loss."""
+
+    def __init__(self, *, norm: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 32, 3, padding=1)
+        self.third = nn.Conv2d(32, 32, 3, padding=1)
+        self.norm = nn.BatchNorm2d(32) if norm else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(F.relu(self.second(F.relu(self.first(x)))))
+        return (x + F.max_pool2d(F.silu(self.third(x)), 3, 1, 1)).square().mean()
+
+
+def _smallest(model: nn.Module, x: torch.Tensor, settings: Settings) -> int:
+    with pytest.raises(rkmate.InfeasibleBudget) as error:
+        rkmate.wrap(model, (x,), budget=1, settings=settings, progress=False)
+    return error.value.minimum_bytes
+
+
+@pytest.mark.parametrize("shape", [(8, 3, 16, 16), (1, 3, 64, 16)], ids=["images", "bands"])
+def test_the_smallest_budget_is_met_with_the_originals_gradients(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(*shape)
+    exact = copy.deepcopy(model).double()
+    least = _smallest(model, x, AUTO)
+    assert least < 0.6 * _smallest(model, x, NEVER)
+    with pytest.warns(rkmate.RkmateWarning, match=r'first.weight.*run in tiles.*last bits.*tiles="never"'):
+        wrapped = rkmate.wrap(model, (x,), budget=least, settings=AUTO, progress=False)
+    assert wrapped.plan.variant == "tiles" and "def tiled_stretch_backward" in wrapped.source
+    loss, expected = wrapped(x), exact(x.double())
+    torch.testing.assert_close(loss.double(), expected)
+    loss.backward()
+    expected.backward()
+    for (name, p), q in zip(model.named_parameters(), exact.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad.double(), q[1].grad, rtol=1e-4, atol=1e-7, msg=name)
+    wrapped(x).backward()
+    assert measure_peak(lambda: wrapped(x).backward()).peak <= least
+
+
+def test_what_fits_without_tiles_runs_without() -> None:
+    model, x = Net(), torch.randn(8, 3, 16, 16)
+    least = _smallest(model, x, replace(NEVER, costs="analytic"))
+    with_, without = (rkmate.plan(model, (x,), budget=least, settings=replace(s, costs="analytic"),
+                                  progress=False) for s in (AUTO, NEVER))
+    assert with_.variant == without.variant == "plain" and with_.schedule == without.schedule
+
+
+def test_a_batch_norm_ends_a_stretch() -> None:
+    model, x = Net(norm=True), torch.randn(8, 3, 16, 16)
+    plan = rkmate.plan(model, (x,), budget=1.0, settings=Settings(costs="analytic", tiles="always"),
+                       progress=False)
+    assert plan.variant == "tiles" and "first.weight" in plan.note and "and 2 more run in tiles" in plan.note
+
+
+def test_what_is_to_be_kept_is_not_computed_in_tiles() -> None:
+    with pytest.raises(rkmate.WishError, match="tiles"):
+        rkmate.plan(Net(), (torch.randn(8, 3, 16, 16),), budget=0.9, progress=False,
+                    settings=Settings(tiles="always", pins={"first": "keep"}))
