@@ -335,20 +335,6 @@ def _sentences(loss: str, columns: tuple[str, ...]) -> Task:
     return Task(model, step, train=train)
 
 
-def _in_turns() -> Task:
-    """Two networks that are trained in turns: the discriminator is planned."""
-    first = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(32, 32))
-    second = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(32, 1))
-    x, z = torch.randn(64, 32), torch.randn(64, 32)
-
-    def step(m: Any) -> torch.Tensor:
-        fake = m[0](z)
-        return F.softplus(-m[1](x)).mean() + F.softplus(m[1](fake.detach())).mean() + \
-            F.softplus(-m[1](fake)).mean()
-    model = nn.ModuleList((first, second))
-    return Task(model, step, second)
-
-
 def _averaged() -> Task:
     """A student next to the moving average of itself."""
     x = torch.randn(64, 32)
@@ -406,7 +392,6 @@ TRAINERS = (
         loss, columns), "datasets", budget=0.8) for name, loss, columns in (
         ("two columns", "MultipleNegativesRankingLoss", ("anchor", "positive")),
         ("three columns", "TripletLoss", ("anchor", "positive", "negative")))),
-    _training("torch", "two networks in turns", "model.discriminator", _in_turns, budget=0.9),
     _training("torch", "a moving average", "model", _averaged),
 )
 

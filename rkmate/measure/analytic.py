@@ -16,6 +16,7 @@ from rkmate.devices import Rates
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.operations import is_view
+from rkmate.graph.ops.collectives import is_collective, seconds_of_collective
 from rkmate.graph.passes.tiles.tiled import InTiles
 from rkmate.ir.cd import HOISTED, CDGraph, Cost, Kernel
 from rkmate.measure.temporaries import bytes_of, temporary_bytes
@@ -49,6 +50,9 @@ def seconds_of(node: fx.Node) -> float:
     """Return the counted seconds of an operation."""
     if isinstance(node.target, InTiles):
         return _seconds_of_tiles(node.target)
+    if is_collective(node.target):
+        args = fx.node.map_arg(node.args, lambda n: n.meta[VALUE])
+        return seconds_of_collective(node.target, args, node.meta[VALUE])  # type: ignore[arg-type]
     rates = _rates(node)
     return rates.seconds(_seconds_of_arithmetic(node, rates), bytes_moved(node))
 

@@ -22,6 +22,7 @@ from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.opaque import random_state
 from rkmate.graph.capture.operations import is_view
+from rkmate.graph.ops.collectives import is_collective
 from rkmate.ir.cd import HOISTED, Cost, Kernel
 from rkmate.measure.analytic import Costs, analytic_costs, bytes_alone, surely_over
 from rkmate.measure.analytic import hoisted as hoisted_data
@@ -67,7 +68,8 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
             operations.add(block.c, numbers)
     known_beginning = memory.get(beginning, device, settings, len(hoisted))
     if unknown or known_beginning is None:
-        known = operations.of(i for block in unknown.values() for i in block.c)
+        known = {**operations.of(i for block in unknown.values() for i in block.c),
+                 **_of_collectives(partition)}
         runner = _Runner(partition, sources, settings, device, None if limit is None else limit(), known)
         last = max((b.index for b in unknown.values()), default=-1)
         walks = 1 + settings.passes
@@ -97,6 +99,12 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
     for block, text in zip(partition.blocks, texts, strict=True):
         costs.update(zip(block.c, found[text], strict=True))
     return costs
+
+
+def _of_collectives(partition: Partition) -> Costs:
+    """Return the estimated costs of what communicates: it never runs on one rank alone."""
+    nodes = [i for i, n in enumerate(partition.program.operation) if is_collective(n.target)]
+    return {i: cost for i, cost in analytic_costs(partition).items() if i in nodes} if nodes else {}
 
 
 def text_of_beginning(hoisted: int, texts: Sequence[str]) -> str:
@@ -289,7 +297,8 @@ class _Runner:
     def _is_known(self, i: int) -> bool:
         """Return whether a C node need not be measured: its results are then made up, unless they are
         choices."""
-        if i in self.known and any(map(self._chooses, self.cd.c[i].outputs)) and self._fits(i):
+        if i in self.known and any(map(self._chooses, self.cd.c[i].outputs)) \
+                and not is_collective(self.program.operation[i].target) and self._fits(i):
             self._keep(i, self._prepared(i)[0]())
         return i in self.known
 

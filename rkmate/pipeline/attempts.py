@@ -20,6 +20,7 @@ from rkmate.pipeline.refuse import bytes_of_any, lean_schedule, note_of, seconds
 from rkmate.pipeline.solve import Solved, runs_of, runs_of_operations, summarise
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, ask, found_in
 from rkmate.planners.several_calls import ask_for_calls
+from rkmate.show.amounts import size
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import gc_pause
 
@@ -139,9 +140,11 @@ def whole_note(prepared: Prepared, note: str) -> str:
     """Return a plan's note: what the planner says, and what there is to say of its graph."""
     blocked = prepared.blocked
     variant = blocked.variant.notes(blocked.concerned)
-    return "; ".join(part for part in (note, variant, deferred_outputs.note_of(blocked), note_of(prepared),
-                                      offload.note_of(prepared.graph.link, prepared.settings.costs))
-                     if part)
+    beside = f"the budget is without {size(prepared.beside)} next to the step (values computed before it, " \
+        "copies to undo a forward, what the caller holds)" if prepared.beside else ""
+    parts = (note, variant, beside, deferred_outputs.note_of(blocked), note_of(prepared),
+             offload.note_of(prepared.graph.link, prepared.settings.costs))
+    return "; ".join(part for part in parts if part)
 
 
 # -- Larger tiles ----------------------------------------------------------------------------------

@@ -15,9 +15,13 @@ from rkmate.pipeline.variants import Variant, first, named, possible
 from rkmate.show.plan import Plan
 
 
-def follow(traced: Traced, plan: Plan) -> Planned:
+def follow(traced: Traced, plan: Plan, *, of_rank: bool = False) -> Planned:
     """Return a plan that was made before, on the variant of the graph that it belongs to. Raises `PlanError`
-    where it does not belong to this model, to this way of gradients, or to as many calls."""
+    where it does not belong to this model, to this way of gradients, or to as many calls.
+
+    of_rank: whether another rank made it for the same step. Graphs of ranks may differ in constants (the
+    number of a rank's first row), but not in computations and bytes.
+    """
     if plan.gradients != traced.settings.gradients:
         raise PlanError(f'the plan was made with gradients="{plan.gradients}", and this call says '
                         f'"{traced.settings.gradients}": say gradients="{plan.gradients}", or make another '
@@ -29,7 +33,10 @@ def follow(traced: Traced, plan: Plan) -> Planned:
         raise PlanError(f"the plan was made with compile={bool(plan.compiled)}, and this call says "
                         f"{traced.settings.compile}: say compile={bool(plan.compiled)}, or make another plan")
     for variant in dict.fromkeys([*_variants_of(traced, [plan]), *possible(traced.settings)]):
-        found = _followed(block(deferred_outputs.as_planned(traced, [plan])[0], variant), [plan])
+        blocked = block(deferred_outputs.as_planned(traced, [plan])[0], variant)
+        if of_rank and _is_alike(blocked, plan):
+            plan = replace(plan, fingerprint=blocked.fingerprint)
+        found = _followed(blocked, [plan])
         if found is not None:
             return found
     made_for, here = "" if plan.origin is None else plan.origin.device, traced.origin.device
@@ -67,6 +74,12 @@ def _followed(blocked: Blocked, plans: Sequence[Plan]) -> Planned | None:
             check_version(here.compiled)
             return Planned(here, prepared)
     return None
+
+
+def _is_alike(blocked: Blocked, plan: Plan) -> bool:
+    """Return whether a graph has the computations and the bytes of a plan's graph."""
+    mine, planned = blocked.partition.program.cd, plan.graph.cd
+    return mine.wiring == planned.wiring and [d.size for d in mine.d] == [d.size for d in planned.d]
 
 
 def _sent_here(plan: Plan, traced: Traced) -> Plan:

@@ -12,13 +12,18 @@ from torch import nn
 
 from rkmate.errors import WishError
 from rkmate.graph.blocks.infos import Modules
+from rkmate.graph.capture.collectives import groups_of
 from rkmate.graph.capture.hints import Hint, hints_in
+from rkmate.graph.ops.collectives import is_collective
 from rkmate.ir.cd import CDGraph
 from rkmate.pipeline.settings import Settings, Wish
 
 if TYPE_CHECKING:
     from rkmate.graph.blocks.partition import Partition
     from rkmate.graph.capture.capture import Capture
+
+_JOINED = "collectives, which run once in a step"
+
 
 def check_names(model: nn.Module, pins: Mapping[str, Wish], prefix: str = "") -> None:
     """Raise `WishError` for a pattern that no module's name matches. `prefix`: what names in the captured
@@ -33,7 +38,10 @@ def check_names(model: nn.Module, pins: Mapping[str, Wish], prefix: str = "") ->
 
 def settings_that_keep(settings: Settings, captured: Capture) -> Settings:
     """Return the settings; where something is to be kept, without the larger operations that compute parts of
-    themselves again. Raises `WishError` if these are requested."""
+    themselves again, and where a forward communicates, without outputs that one rank alone may read. Raises
+    `WishError` if these are requested."""
+    if groups_of(captured.graph):
+        settings = replace(settings, deferred_outputs="never")
     keeps = [*(_words_of(pattern, wish) for pattern, wish in settings.pins.items() if wish == "keep"),
              *(_words_of(hint) for hint in hints_in(captured.graph).values() if hint.wish == "keep")]
     if not keeps:
@@ -67,13 +75,14 @@ class Wishes:
 
 
 def wishes_of(parts: Partition, captured: Capture, pins: Mapping[str, Wish], prefix: str = "") -> Wishes:
-    """Return the wishes that concern a graph. Raises `WishError` if two contradict each other, or if one
-    cannot be followed at all."""
+    """Return the wishes that concern a graph, and that its collectives never run again. Raises `WishError` if
+    two contradict each other, or if one cannot be followed at all."""
     program, hints = parts.program, hints_in(captured.graph)
+    joined = frozenset(i for i in program.cd.forward if is_collective(program.operation[i].target))
     if not pins and not hints:
-        return Wishes()
+        return Wishes(joined, words=(_JOINED,) * bool(joined))
     graph = program.cd
-    held = {*program.pinned, *graph.outputs, *graph.decided}
+    held = {*program.pinned, *graph.outputs, *graph.decided, *(j for i in joined for j in graph.c[i].outputs)}
     saved = {j for c in graph.c[graph.loss:] for j in c.inputs
              if (made := graph.producer[j]) is not None and made < graph.loss}
     wanted: dict[int, tuple[Wish, str]] = {}
@@ -120,10 +129,11 @@ def wishes_of(parts: Partition, captured: Capture, pins: Mapping[str, Wish], pre
             raise WishError(f"{words}: this value is an output of the model, or a choice, and stays")
         data = {where} & saved
         wish(hint.wish, _with_unsaved(graph, data, saved | held) if hint.wish == "recompute" else data, words)
-    return Wishes(frozenset(made for j, (what, _) in wanted.items() if what == "keep"
+    return Wishes(joined | frozenset(made for j, (what, _) in wanted.items() if what == "keep"
                             and (made := graph.producer[j]) is not None),
                   frozenset(j for j, (what, _) in wanted.items() if what == "recompute"),
-                  tuple(dict.fromkeys(words for _, words in wanted.values())))
+                  tuple(dict.fromkeys((*(words for _, words in wanted.values()),
+                                       *(_JOINED,) * bool(joined)))))
 
 
 def _with_unsaved(graph: CDGraph, data: set[int], saved: Collection[int]) -> set[int]:

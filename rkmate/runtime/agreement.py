@@ -28,7 +28,7 @@ from rkmate.pipeline.prepare import own_version
 from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan
 from rkmate.torch_seam.containers import pytree
-from rkmate.torch_seam.trace import meeting_place
+from rkmate.torch_seam.trace import meeting_place, process_group
 
 T = TypeVar("T")
 Description = Mapping[str, Sequence[str]]
@@ -128,8 +128,14 @@ class Ranks:
         texts = [json.loads(text) for text in self._exchanged(json.dumps({s: mine[s] for s in differing}))]
         raise RankError(f"ranks {self._name} are about to plan different things: " + "; ".join(
             f"{subject} ({self._difference([t[subject] for t in texts])})" for subject in differing)
-            + ". Nothing was planned: give all ranks the same"
+            + ". No step has run: give all ranks the same"
             + (_OR_ALONE if differing == ["arguments"] else ""))
+
+    def same_schedule(self, plan: Plan) -> None:
+        """Compare the schedules that the ranks are about to follow. Raises `RankError` on all ranks if they
+        differ."""
+        steps = hashlib.sha256(repr(plan.schedule.steps).encode()).hexdigest()
+        self.agree({"the schedules": [f"schedule {steps[:12]}, {plan.budget_bytes:,} bytes"]})
 
     def led(self, make: Callable[[], T], plan_of: Callable[[T], Plan], follow: Callable[[Plan], T]) -> T:
         """Return what the first rank makes and the others follow.
@@ -176,7 +182,7 @@ class Ranks:
             made = call()
         except RankError:               # every rank has one
             raise
-        except RkmateError as error:
+        except Exception as error:
             self._exchanged(f"{type(error).__name__}: {error}")
             raise
         self._refuse_failures(self._exchanged(""))
@@ -224,6 +230,15 @@ class Ranks:
         for rank, line in zip(self._numbers, lines, strict=True):
             ranks.setdefault(line, []).append(rank)
         return ", ".join(f"rank {', '.join(map(str, some))}: {line}" for line, some in ranks.items())
+
+
+def ranks_in(groups: Sequence[str]) -> Ranks | None:
+    """Return the ranks that follow one plan because its forward communicates; None if it does not, or if only
+    this rank is real. `groups`: names of the process groups that it communicates in; several together may be
+    all ranks."""
+    if not groups or dist.get_backend() == "fake":
+        return None
+    return Ranks(process_group(groups[0]) if len(groups) == 1 else None)
 
 
 # -- Shared plans ----------------------------------------------------------------------------------

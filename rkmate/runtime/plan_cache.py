@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from rkmate.codegen.emit import emit
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.collectives import groups_of
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.sizes import family
@@ -39,7 +40,7 @@ from rkmate.pipeline.prepare import Traced, compile_all, held_tensors, trace
 from rkmate.pipeline.search import make_plan
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.sizes import KnownPlan, plan_that_fits
-from rkmate.runtime.agreement import Ranks, description, ranks_of
+from rkmate.runtime.agreement import Ranks, description, ranks_in, ranks_of
 from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
@@ -393,11 +394,16 @@ class PlanCache:
         plans = [e.known for s in others for m, e in s.executables.items()
                  if e.known is not None and m == traced.wanted]
         try:
-            def made() -> Executable:
-                return self._executable(traced, budget, plan, plans, like, derived=derived is not None)
+            together = None if ranks is not None else ranks_in(groups_of(captured.graph))
+            if together is not None:
+                together.agree(description(self.model, args, kwargs, self.planning.settings, budget))
 
-            executable = made() if ranks is None or plan is not None else ranks.led(
-                made, lambda e: e.plan, lambda found: self._executable(traced, budget, found))
+            def made() -> Executable:
+                make = self._executable if ranks is None else self._own_executable
+                return make(traced, budget, plan, plans, like, derived=derived is not None)
+
+            executable = made() if ranks is None or plan is not None else \
+                self._led(ranks, made, traced, budget)
         except InfeasibleBudget as error:
             if not self._kept:
                 raise
@@ -409,7 +415,7 @@ class PlanCache:
         key = self.observations.add(key, traced.capture.recipe)
         # What is kept holds no tensors of this call.
         known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
-        if derived is None and captured.recipe is None and like is None:
+        if derived is None and captured.recipe is None and like is None and not groups_of(captured.graph):
             known.member = Member(key, known_call(captured, args, kwargs, recording))
             if len(members) == 1:           # with it there are as many as another size is derived from
                 compare(self.model, [*members, known.member])
@@ -499,8 +505,8 @@ class PlanCache:
         """Look, once for each plan, at what the caller makes of the outputs of a call whose forward has
         returned, before its backward. If the plan has no room for it, the next forward is planned anew."""
         settings, plan = known.traced.settings, ready.plan
-        if ready.looked or self._saved or settings.loss_bytes is not None or settings.calls > 1 or \
-                self.planning.calls_at_once > 1 or not ready.compiled.outputs.are_large:
+        if not self.planning.counts_calls or ready.looked or self._saved or settings.calls > 1 or \
+                settings.loss_bytes is not None or not ready.compiled.outputs.are_large:
             return
         ready.looked = True
         number = self.open_calls.added
@@ -622,17 +628,41 @@ class PlanCache:
         except InfeasibleBudget as measured:
             return self._executable(traced, Budget(bytes=measured.minimum_bytes)), measured
 
+    def _led(self, ranks: Ranks, make: Callable[[], Executable], traced: Traced,
+             budget: Budget) -> Executable:
+        """Return what the first rank makes and the others follow."""
+        return ranks.led(make, lambda e: e.plan, lambda plan: self._own_executable(traced, budget, plan))
+
     def _executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,
                     known: Sequence[KnownPlan] = (), like: Prototype | None = None, *,
                     derived: bool = False) -> Executable:
         """Return the plan to follow, a saved one, or a new one, and the code of it. `known`: of other sizes;
-        `like`: of an equal call; `derived`: from other sizes, and not measured."""
+        `like`: of an equal call; `derived`: from other sizes, and not measured.
+
+        If the forward communicates, the first rank of its process group plans for all, and the ranks compare
+        the schedules that they will follow. Raises `RankError` on all ranks if they differ.
+        """
+        def make() -> Executable:
+            return self._own_executable(traced, budget, plan, known, like, derived=derived)
+
+        ranks = ranks_in(groups_of(traced.capture.graph))
+        if ranks is None:
+            return make()
+        found = ranks.together(make if plan is not None else lambda: self._led(ranks, make, traced, budget))
+        ranks.same_schedule(found.plan)
+        return found
+
+    def _own_executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,
+                        known: Sequence[KnownPlan] = (), like: Prototype | None = None, *,
+                        derived: bool = False) -> Executable:
+        """Return the executable of this process, made by it alone."""
         if plan is None and self.reads.often and traced.settings.deferred_outputs != "never":
             with contextlib.suppress(InfeasibleBudget):
-                return self._executable(undeferred(traced), budget, None, known, like, derived=derived)
+                return self._own_executable(undeferred(traced), budget, None, known, like, derived=derived)
         is_given = plan is not None
         saved = [p for p in self._saved if not p.deferred or traced.settings.deferred_outputs != "never"]
-        planned = like.planned if like is not None else follow(traced, plan) if plan is not None else \
+        planned = like.planned if like is not None else \
+            follow(traced, plan, of_rank=bool(groups_of(traced.capture.graph))) if plan is not None else \
             (follow_any(traced, saved) if saved else None) or \
             (plan_that_fits(traced, budget, self.planning.planner, known, measured=not derived)
              if known else None)

@@ -71,6 +71,8 @@ class OwnOperator:
     """Whether it may read values on the host, for which an accelerator is waited for."""
     uses_autograd: bool = False
     """Whether it uses autograd inside, so that it cannot run below autograd."""
+    communicates: bool = False
+    """Whether it exchanges data with other ranks: it runs once in a step, on all of them, in one order."""
 
     @property
     def name(self) -> str:

@@ -46,6 +46,8 @@ def test_the_second_step_keeps_to_the_budget(name: str) -> None:
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(  # type: ignore[arg-type]
         plain.parameters(), model.parameters(), strict=True))
     assert measure_step(model, stepping(model, LOSSES[name])).peak <= budget
+    plan = rkmate.applied(model).plan
+    assert ("next to the step" in plan.note) is (plan.budget_bytes < budget)
 
 
 def _applied(loss: Loss, caplog: pytest.LogCaptureFixture, **settings: Any) -> Any:

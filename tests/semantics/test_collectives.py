@@ -1,4 +1,5 @@
-"""Two gloo processes whose forwards communicate: refused by name on each rank, with a remedy that works.
+"""Two gloo processes whose forwards communicate: they follow one plan, in which collectives run as often as
+in the original; what no plan can hold is refused by name on each rank, with a remedy that works.
 
 Both ranks start once, go through all kinds, and are killed at a time limit: nothing here can hang.
 """
@@ -6,6 +7,7 @@ Both ranks start once, go through all kinds, and are killed at a time limit: not
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +19,11 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rkmate
+from rkmate import device as devices
 from rkmate.errors import RkmateError, sendable
-from rkmate.graph.capture.collectives import CollectiveError, communicates, refuse_in_joint
+from rkmate.graph.capture.collectives import CollectiveError, communicates, groups_of, refuse_in_joint
 from rkmate.ilp import OptionSettings
+from rkmate.measure.runs import Timings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
 from tests.semantics.ranks import Found, found_by_ranks
@@ -121,6 +125,46 @@ def _objects(x: torch.Tensor) -> torch.Tensor:
     return x * sum(found)
 
 
+def _attached(x: torch.Tensor) -> torch.Tensor:
+    """Autograd does not see the sum, in eager mode: the gradient is that of a copy."""
+    y = x * 2
+    dist.all_reduce(y)
+    return y
+
+
+def _summed_number(x: torch.Tensor) -> torch.Tensor:
+    return x * dist_sum(x.detach().abs().max().reshape(1))
+
+
+def dist_sum(y: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(y, op=dist.ReduceOp.MAX)
+    return y
+
+
+def _gathered_into(x: torch.Tensor) -> torch.Tensor:
+    every = x.new_empty(2 * x.shape[0], x.shape[1])
+    dist.all_gather_into_tensor(every, x.detach())
+    return x * every.mean()
+
+
+def _gathered_list(x: torch.Tensor) -> torch.Tensor:
+    every = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(every, x.detach())
+    return x * sum(every).mean()
+
+
+def _scattered(x: torch.Tensor) -> torch.Tensor:
+    mine = x.new_empty(x.shape[0] // 2, x.shape[1])
+    dist.reduce_scatter_tensor(mine, x.detach())
+    return x * mine.mean()
+
+
+def _from_first(x: torch.Tensor) -> torch.Tensor:
+    y = x.detach().clone()
+    dist.broadcast(y, src=0)
+    return x * y
+
+
 def _value(x: torch.Tensor) -> torch.Tensor:
     count = torch.tensor(x.shape[0])
     dist.all_reduce(count)
@@ -136,6 +180,13 @@ def _swallowed(x: torch.Tensor) -> torch.Tensor:
     return x + y
 
 
+def _swallowed_objects(x: torch.Tensor) -> torch.Tensor:
+    try:
+        return _objects(x)
+    except RkmateError:
+        return x + 1
+
+
 def _by_itself(x: torch.Tensor) -> torch.Tensor:
     return _functional().all_reduce(x.detach(), "sum", _ALONE[0]) + x
 
@@ -146,8 +197,9 @@ WAYS: dict[str, Way] = {
     "functional all_reduce": _all_reduce, "functional all_gather": _all_gather, "in place": _detached,
     "a function's forward": _Reduced.apply, "a function's backward": _ReducedBackward.apply,
     "a function's backward, async": _ReducedBackwardLater.apply, "all to all": _Exchanged.apply,
-    "async": _later, "torch.distributed.nn": _of_nn, "objects": _objects, "a value": _value,
-    "swallowed": _swallowed}
+    "async": _later, "torch.distributed.nn": _of_nn, "swallowed": _swallowed, "a maximum": _summed_number,
+    "gathered": _gathered_into, "a list": _gathered_list, "scattered": _scattered, "broadcast": _from_first}
+"""Planned: each communicates in another way."""
 
 
 class _Block(nn.Module):
@@ -232,9 +284,109 @@ def _refused(rank: int, turn: int, way: Way, opaque: bool) -> dict[str, Any]:
             "trains as before": _equal(_steps(model, rank), _steps(_Net(way, opaque), rank))}
 
 
+def _planned(rank: int, way: Way) -> dict[str, Any]:
+    """One plan on both ranks, with the collectives of the original."""
+    model = _Net(way)
+    planned = rkmate.wrap(model, (_data(rank),), budget=0.7, progress=False,
+                          settings=Settings(**QUICK))  # type: ignore[arg-type]
+    assert planned.plan is not None
+    first, second = [], []
+    counts = _exchanges(lambda: first.extend(_steps(planned, rank))), \
+        _exchanges(lambda: second.extend(_steps(_Net(way), rank)))
+    return {"equal": _equal(first, second), "exchanges": counts, "schedules": _all(planned.plan.schedule)}
+
+
+def _exchanges(work: Callable[[], Any]) -> dict[str, int]:
+    """Count what a rank exchanges, by kind."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        work()
+    return dict(Counter(e.name for e in seen.events() if e.name.startswith("gloo:")))
+
+
+def _all(value: T) -> list[T]:
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, value)
+    return found
+
+
+class _Wide(_Net):
+    """A model whose activations are more than what a process allocates anyway."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__(way)
+        for block in self.blocks:
+            block.mlp = nn.Sequential(*(layer for _ in range(3)
+                                        for layer in (nn.Linear(128, 128), nn.GELU())))
+
+
+def _peaks(rank: int) -> dict[str, Any]:
+    found = {}
+    place = devices.of(torch.zeros(1))
+    for name in ("functional all_reduce", "functional all_gather", "all to all", "in place"):
+        model, x = _Wide(WAYS[name]), torch.randn(2048, 128)
+        planned = rkmate.wrap(model, (x,), budget=0.7, progress=False,
+                              settings=Settings(**QUICK))  # type: ignore[arg-type]
+        planned(x).backward()
+        model.zero_grad()
+        assert planned.plan is not None
+        found[name] = (place.measure_peak(lambda p=planned, x=x: p(x).backward(), timeline=False).peak,
+                       planned.plan.peak_bytes, planned.plan.budget_bytes)
+        dist.barrier()
+    return found
+
+
+def _slowed(rank: int) -> dict[str, Any]:
+    """One rank that measures ten times the time of the other: one plan, time after time."""
+    schedules = []
+    seconds = Timings.seconds
+    try:
+        if rank == 1:
+            Timings.seconds = lambda self, key: (  # type: ignore[method-assign]
+                10 if "gelu" in str(key) else 1) * seconds(self, key)
+        for rows in range(40, 60):
+            net = _Net(_detached)
+            net.blocks = net.blocks[:1]
+            planned = rkmate.wrap(net, (torch.randn(rows, 32),), budget=0.7, progress=False,
+                                  settings=Settings(**QUICK))  # type: ignore[arg-type]
+            assert planned.plan is not None
+            schedules.append(planned.plan.schedule)
+            planned(torch.randn(rows, 32)).backward()
+    finally:
+        Timings.seconds = seconds  # type: ignore[method-assign]
+    first, second = _all(schedules)
+    return {"times": len(first), "equal": first == second}
+
+
+def _another_shape(rank: int) -> dict[str, Any]:
+    """A later length on both ranks, planned together; and another model on one rank."""
+    model = _Net(_detached)
+    planned = rkmate.wrap(model, (_data(rank),), budget=0.7, progress=False,
+                          settings=Settings(**QUICK))  # type: ignore[arg-type]
+    equal = []
+    for rows in (64, 48, 80):
+        x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rank))
+        results = []
+        for run, owner in ((planned, model), (plain := _Net(_detached), plain)):
+            owner.zero_grad()
+            loss = run(x)
+            loss.backward()
+            results.append([loss.detach(), *(p.grad.clone() for p in owner.parameters()
+                                             if p.grad is not None)])
+        equal.append(_equal(*results))
+    other = _Net(_detached) if rank == 0 else _Net(_from_first)
+    error = _caught(lambda: rkmate.wrap(other, (_data(rank),), budget=0.7, progress=False,
+                                        settings=Settings(**QUICK)))  # type: ignore[arg-type]
+    return {"equal": equal, "error": error}
+
+
+def _too_small(rank: int) -> dict[str, Any]:
+    return {"error": _caught(lambda: rkmate.wrap(_Net(_detached), (_data(rank),), budget=0.01, progress=False,
+                                                 settings=Settings(**QUICK)))}  # type: ignore[arg-type]
+
+
 def _applied(rank: int) -> dict[str, Any]:
     """The whole refused; the parts that the message names planned."""
-    model = _Net(_detached)
+    model = _Net(_objects)
     rkmate.apply(model, budget=0.8, progress=False, settings=Settings(parts="never"))
     error = _caught(lambda: model(_data(rank)))
     rkmate.remove(model)
@@ -245,19 +397,19 @@ def _applied(rank: int) -> dict[str, Any]:
     found = _steps(model, rank)
     plans = [shown.plan for n in names if (shown := rkmate.applied(model.get_submodule(n))) is not None]
     return {"error": error, "names": names, "planned": len([p for p in plans if p is not None]),
-            "equal": _equal(found, _steps(_Net(_detached), rank))}
+            "equal": _equal(found, _steps(_Net(_objects), rank))}
 
 
-def _by_parts(rank: int) -> dict[str, Any]:
-    """What communicates runs as it is, and the rest of the model is planned."""
-    model = _Net(_detached)
+def _by_parts(rank: int, way: Way) -> dict[str, Any]:
+    """What no plan can hold runs as it is, and the rest of the model is planned."""
+    model = _Net(way)
     rkmate.apply(model, budget=1.0, progress=False, settings=Settings(**QUICK))  # type: ignore[arg-type]
-    return {"equal": _equal(_steps(model, rank), _steps(_Net(_detached), rank))}
+    return {"equal": _equal(_steps(model, rank), _steps(_Net(way), rank))}
 
 
 def _shared(rank: int) -> dict[str, Any]:
     found = {}
-    for name, way, opaque in (("traced", _detached, False), ("opaque", _ReducedBackward.apply, True)):
+    for name, way, opaque in (("traced", _objects, False), ("opaque", _ReducedBackward.apply, True)):
         settings = Settings(opaque="auto" if opaque else (), **QUICK)     # type: ignore[arg-type]
         found[name] = _caught(lambda way=way, opaque=opaque, settings=settings: rkmate.shared_plan(
             _Net(way, opaque), (_data(rank),), budget=0.8, progress=False, settings=settings))
@@ -282,14 +434,18 @@ def _in_groups_of_one(rank: int) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[Way, bool]] = {
-    **{name: (way, False) for name, way in WAYS.items()}, "opaque": (_detached, True),
+    "objects": (_objects, False), "a value": (_value, False), "with a gradient": (_attached, False),
+    "swallowed objects": (_swallowed_objects, False), "opaque": (_detached, True),
     "opaque, swallowed": (_swallowed, True), "opaque, a function's backward": (_ReducedBackward.apply, True)}
 """Ways to communicate, and whether the submodule runs as it is. The ranks plan in turns."""
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{name: lambda rank, turn=k % 2, way=way, opaque=opaque: _refused(rank, turn, way, opaque)
        for k, (name, (way, opaque)) in enumerate(REFUSED.items())},
-    "applied": _applied, "by parts": _by_parts, "shared": _shared, "replicated": _replicated,
-    "groups of one": _in_groups_of_one}
+    **{name: lambda rank, way=way: _planned(rank, way) for name, way in WAYS.items()},
+    "peaks": _peaks, "slowed": _slowed, "another shape": _another_shape, "too small": _too_small,
+    "applied": _applied, "by parts": lambda rank: _by_parts(rank, _objects),
+    "applied as a whole": lambda rank: _by_parts(rank, _detached), "shared": _shared,
+    "replicated": _replicated, "groups of one": _in_groups_of_one}
 
 
 @pytest.fixture(scope="module")
@@ -322,8 +478,50 @@ def test_it_is_refused_by_name(found: Found, name: str) -> None:
         assert rank["trains as before"]
 
 
+@pytest.mark.parametrize("name", WAYS)
+def test_one_plan_with_the_collectives_of_the_original(found: Found, name: str) -> None:
+    for rank in found[name]:
+        assert "failed" not in rank, rank["failed"]
+        assert rank["equal"]
+        planned, original = rank["exchanges"]
+        assert planned == original and sum(planned.values()) > 0
+        assert rank["schedules"][0] == rank["schedules"][1]
+
+
+def test_peaks_are_as_planned(found: Found) -> None:
+    for rank in found["peaks"]:
+        assert "failed" not in rank, rank["failed"]
+        assert len(rank) == 4
+        for measured, planned, budget in rank.values():
+            assert measured <= budget
+            assert abs(measured - planned) <= 0.02 * planned
+
+
+def test_a_slow_rank_follows_the_same_plans(found: Found) -> None:
+    for rank in found["slowed"]:
+        assert "failed" not in rank, rank["failed"]
+        assert rank == {"times": 20, "equal": True}
+
+
+def test_another_shape_and_another_model(found: Found) -> None:
+    for rank in found["another shape"]:
+        assert "failed" not in rank, rank["failed"]
+        assert rank["equal"] == [True, True, True]
+    (kind, text), (own, why) = (rank["error"] for rank in found["another shape"])
+    assert kind == "RankError" and "planning has failed on rank 1: PlanError" in text
+    assert own == "PlanError" and "belongs to another model" in why
+
+
+def test_a_budget_that_is_too_small_is_an_error_on_each_rank(found: Found) -> None:
+    first, second = found["too small"]
+    assert "failed" not in first, first["failed"]
+    assert first == second
+    assert first["error"][0] == "InfeasibleBudget"
+    assert "collectives, which run once in a step" in first["error"][1]
+
+
 @pytest.mark.parametrize(("name", "line"), [
-    ("in place", "dist.all_reduce(y)"), ("a function's backward, async", "async_op=True")])
+    ("objects", "dist.all_gather_object"), ("with a gradient", "dist.all_reduce(y)")])
 def test_the_submodule_and_the_line_are_named(found: Found, name: str, line: str) -> None:
     text, = (rank["error"][1] for rank in found[name] if rank["error"] is not None)
     assert "its submodule blocks.0.mixed communicates" in text or "blocks.1.mixed communicates" in text
@@ -347,7 +545,7 @@ def test_a_shared_plan_is_refused_on_every_rank(found: Found) -> None:
         _assert_refused(error)
 
 
-@pytest.mark.parametrize("name", ["by parts", "replicated", "groups of one"])
+@pytest.mark.parametrize("name", ["by parts", "applied as a whole", "replicated", "groups of one"])
 def test_it_is_planned(found: Found, name: str) -> None:
     for rank in found[name]:
         assert "failed" not in rank, rank["failed"]
@@ -369,7 +567,7 @@ def test_a_loss_that_communicates() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with pytest.raises(rkmate.CaptureError, match=r"the model without its loss \(leave loss= out"):
         rkmate.wrap(model, (torch.randn(2, 4),), budget=1.0, progress=False,
-                    loss=lambda y: _detached(y).sum())
+                    loss=lambda y: _objects(y).sum())
 
 
 @pytest.mark.usefixtures("one_of_two")
@@ -380,7 +578,7 @@ def test_no_part_is_left() -> None:
             self.weight = nn.Parameter(torch.ones(4))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return _detached(x * self.weight)
+            return _objects(x * self.weight)
 
     with pytest.raises(rkmate.CaptureError, match="has to be moved first, as Whole has none"):
         rkmate.wrap(Whole(), (torch.randn(2, 4),), budget=1.0, progress=False)
@@ -395,7 +593,7 @@ def test_another_shape_that_communicates() -> None:
             self.lin = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return _detached(self.lin(x)) if x.shape[0] > 8 else self.lin(x)
+            return _objects(self.lin(x)) if x.shape[0] > 8 else self.lin(x)
 
     run = rkmate.wrap(Long(), (torch.randn(2, 4),), budget=1.0, progress=False,
                       settings=rkmate.Settings(costs="analytic"))
@@ -413,8 +611,14 @@ def test_operations_of_a_joint_graph() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output(graph.call_function(operation, (x, "sum", name)))
-    with pytest.raises(CollectiveError, match=r"_c10d_functional\.all_reduce"):
-        refuse_in_joint(graph)
+    refuse_in_joint(graph)
+    assert groups_of(graph) == (name,)
+    several = fx.Graph()
+    x = several.placeholder("x")
+    several.output(several.call_function(torch.ops._c10d_functional.all_reduce_coalesced.default,
+                                         ([x], "sum", name)))
+    with pytest.raises(CollectiveError, match=r"_c10d_functional\.all_reduce_coalesced"):
+        refuse_in_joint(several)
     ordered = fx.Graph()
     x = ordered.placeholder("x")
     ordered.output(ordered.call_function(torch.add, (x, operation, x, "sum", name)))

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import rkmate
+from rkmate.errors import CaptureError
+from rkmate.runtime.apply import planned_call_of
 from tests.semantics.steps import planned, tightest
 
 
@@ -211,3 +213,39 @@ class _nothing:
 
     def __exit__(self, *of: object) -> None:
         """Nothing was expected."""
+
+
+class Heads(nn.Module):
+    """Keeps results in a list attribute, as networks with deep supervision do; reads those of this call."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.heads, self.reads = [torch.ones(1)] * 3, reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = sum(h.sum() for h in self.heads) if self.reads else 0.0
+        for k, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            self.heads[k] = x
+        return x + sum(self.heads) + before
+
+
+def test_a_list_that_each_forward_fills_takes_one_plan() -> None:
+    torch.manual_seed(0)
+    model, x = Heads(False), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    rkmate.apply(model, budget=1.0, progress=False, settings=rkmate.Settings(costs="analytic"))
+    for _ in range(3):
+        plain(x).sum().backward()
+        model(x).sum().backward()
+    call = planned_call_of(model)
+    assert call is not None and len(call.plans()) == 1
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(  # type: ignore[arg-type]
+        plain.parameters(), model.parameters(), strict=True))
+
+
+def test_a_list_that_is_read_before_it_is_filled_is_refused() -> None:
+    with pytest.raises(CaptureError, match="from the list heads"):
+        rkmate.wrap(Heads(True), (torch.randn(4, 8),), budget=1.0, progress=False,
+                    settings=rkmate.Settings(costs="analytic"))

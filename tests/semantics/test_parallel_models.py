@@ -87,29 +87,14 @@ def _replicas(rank: int) -> dict[str, Any]:
             "equal": _equal(mine, _steps(plain, plain, rank))}
 
 
-def _tensor_parallel(rank: int) -> dict[str, Any]:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    def made() -> _Net:
-        net = _Net()
-        for layer in net.layers:
-            parallelize_module(layer, _mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        return net
-
-    net, x = made(), _data(0)
-    found = {"apply": _caught(lambda: rkmate.apply(net, **CHOSEN)),
-             "layer": _caught(lambda: rkmate.apply(net.layers[0], **CHOSEN)),
-             "wrap": _caught(lambda: rkmate.wrap(net, (x,), **CHOSEN)),
-             "plan": _caught(lambda: rkmate.plan(net, (x,), **CHOSEN))}
-    late = _Net()
-    planned = rkmate.wrap(late, (x,), **CHOSEN)
-    for layer in late.layers:
-        parallelize_module(layer, _mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    found["wrapped first"] = _caught(lambda: planned(x))
+def _distributed_input(rank: int) -> dict[str, Any]:
     from torch.distributed.tensor import Replicate, distribute_tensor
-    spread = distribute_tensor(x, _mesh(), [Replicate()])
-    found["input"] = _caught(lambda: rkmate.wrap(_Net(), (spread,), **CHOSEN))
-    return found
+
+    spread = distribute_tensor(_data(0), _mesh(), [Replicate()])
+    net = _Net()
+    net.register_buffer("table", distribute_tensor(_data(0), _mesh(), [Replicate()]))
+    return {"input": _caught(lambda: rkmate.wrap(_Net(), (spread,), **CHOSEN)),
+            "buffer": _caught(lambda: rkmate.wrap(net, (_data(0),), **CHOSEN))}
 
 
 def _flat(rank: int) -> dict[str, Any]:
@@ -213,7 +198,7 @@ def _llama(rank: int) -> dict[str, Any]:
 
 
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "replicas": _replicas, "tensor parallel": _tensor_parallel, "flat": _flat,
+    "replicas": _replicas, "distributed input": _distributed_input, "flat": _flat,
     "flat, like the original": _flat_like_the_original,
     "sharded elsewhere": _sharded_elsewhere, "too little": _too_little, "llama": _llama}
 
@@ -244,13 +229,10 @@ def test_replicas_are_planned_inside(found: Found) -> None:
         assert mine["planned"] and mine["equal"]
 
 
-def test_tensor_parallelism_is_refused_by_its_name(found: Found) -> None:
-    for mine in _of(found, "tensor parallel"):
-        for way in ("apply", "layer", "wrap", "plan", "wrapped first"):
-            _assert_refused(mine[way], "weight is a DTensor of tensor parallelism (S",
-                            "torch.utils.checkpoint")
-            assert "fully_shard" not in mine[way][1]
+def test_distributed_inputs_and_buffers_are_refused(found: Found) -> None:
+    for mine in _of(found, "distributed input"):
         _assert_refused(mine["input"], "an input tensor is a DTensor", "to_local")
+        _assert_refused(mine["buffer"], "table is a buffer that is a DTensor")
 
 
 def test_flat_parameters_are_refused_inside_and_outside(found: Found) -> None:

@@ -50,6 +50,10 @@ def test_one_place_defines_operators() -> None:
             if "torch.library." in f.read_text(encoding="utf-8")} == {"torch_seam/own.py"}
 
 
+COLLECTIVES = {"all_reduce_and_wait", "all_reduce_and_wait_", "all_gather_into_tensor_and_wait",
+               "reduce_scatter_tensor_and_wait", "all_to_all_single_and_wait", "broadcast_and_wait"}
+
+
 @pytest.mark.parametrize(("question", "names"), [
     ("reads_host", {"opaque", "opaque_backward", "ctc_loss", "ctc_loss_backward", "written"}),
     ("uses_autograd", {"opaque", "opaque_backward", "recurrent_layer", "product_backward",
@@ -58,12 +62,13 @@ def test_one_place_defines_operators() -> None:
     ("linear", {"cross_entropy_backward", "cross_entropy_backward.out"}),
     ("rows_like", {"cross_entropy_backward"}),
     ("in_place", {"scale", "cross_entropy_backward", "batch_norm_backward", "add_embedding_rows",
-                  "bernoulli"}),
+                  "bernoulli", "all_reduce_and_wait"}),
+    ("communicates", COLLECTIVES),
     ("stands_for", {"col2im", "mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"}),
     ("temporaries", {"cross_entropy_backward", "cross_entropy_backward.out", "batch_norm_backward",
                      "batch_norm_backward.over", "batch_norm_by_groups", "add_embedding_rows",
                      "add_embedding_rows.out", "add_embedding_gradient", "add_convolution_gradient",
-                     "dropout", "bernoulli", "bernoulli_"}),
+                     "dropout", "bernoulli", "bernoulli_", *COLLECTIVES}),
     ("flops", {"add_convolution_gradient", "add_embedding_gradient"}),
     ("gradient", {"product", "cumulative_product", "ctc_loss", "cudnn_rnn", "dropout"}),
 ])

@@ -14,6 +14,7 @@ from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
+from rkmate.graph.ops.collectives import is_collective, ranks_of
 from rkmate.ir.calls import Constant, Defined, Name, NameTable, Operator, Writer, in_full
 from rkmate.torch_seam.nodes import VALUE
 
@@ -30,8 +31,8 @@ def block_texts(parts: Partition) -> tuple[str, ...]:
     """Return each block in a stable text form: equal for identical blocks.
 
     Operations with their arguments, shapes, dtypes, strides and wiring, under local names; the
-    names of the model's own modules are left out. So is which of several devices of a kind they are on: a
-    plan is for one, and serves any.
+    names of the model's own modules are left out, and those of process groups. So is which of several
+    devices of a kind they are on: a plan is for one, and serves any.
     """
     sources = {s: n for n, s in reversed(parts.program.joint.sources.items())}
     return tuple([_text(parts.program, block, sources) for block in parts.blocks])
@@ -53,6 +54,8 @@ def _text(program: Program, block: Block, sources: Mapping[Source, fx.Node]) -> 
         call = expressions.call(node)
         if node.target in (FORWARD, BACKWARD):
             call = replace(call, args=(Constant(kind_of(str(node.args[0]))), *call.args[1:]))
+        elif is_collective(node.target):
+            call = replace(call, args=(*call.args[:-1], Constant(f"{ranks_of(str(node.args[-1]))} ranks")))
         lines.append(f"{left} = {_WRITE(call)}")
     for source, name in naming.sources.items():
         value = sources[source].meta[VALUE]

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from rkmate.graph.blocks.partition import Block, Partition, rearranged
 from rkmate.graph.capture.capture import Source
+from rkmate.graph.ops.collectives import is_collective
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import from_order
@@ -34,7 +35,7 @@ def reordered(parts: Partition, stages: Sequence[Block] = ()) -> Partition:
 
     `stages`: the same C nodes, cut otherwise; what is of one stage stays together.
     """
-    chained = _shared_gradients(parts)
+    chained = [*_shared_gradients(parts), _collectives(parts)]
     stage = {i: s.index for s in stages for i in s.c}
     known: dict[object, list[int]] = {}
     orders = []
@@ -68,6 +69,11 @@ def _shared_gradients(parts: Partition) -> list[list[int]]:
             if isinstance(place, Source) and place.kind == "grad":
                 made.setdefault(place, []).append(i)
     return [sorted(nodes) for nodes in made.values() if len(nodes) > 1]
+
+
+def _collectives(parts: Partition) -> list[int]:
+    """Return the C nodes that communicate, which all ranks run in one order."""
+    return [i for i, node in enumerate(parts.program.operation) if is_collective(node.target)]
 
 
 def _runs(stages: Sequence[int | None], graph: CDGraph) -> list[tuple[int, ...]]:

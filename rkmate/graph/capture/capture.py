@@ -20,6 +20,7 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
+from rkmate.graph.capture.collectives import values_are_read, without_collectives
 from rkmate.graph.capture.effects import (
     Effects,
     found_effects,
@@ -33,7 +34,7 @@ from rkmate.graph.capture.recipe import Recipe
 from rkmate.graph.capture.refusals import OWN_GENERATOR, explained, has_generator, is_data_dependent
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
 from rkmate.graph.capture.state import MISSING, Assigned, HostDraws, PythonState
-from rkmate.graph.capture.structure import Structure, piece_name, take_apart
+from rkmate.graph.capture.structure import LOCAL, Structure, piece_name, take_apart
 from rkmate.graph.capture.values import (
     Values,
     begin,
@@ -43,6 +44,7 @@ from rkmate.graph.capture.values import (
     taken_for_granted,
 )
 from rkmate.torch_seam.containers import pytree, tensors_in
+from rkmate.torch_seam.dtensor import as_dtensors, local_names, local_parameters, local_results
 from rkmate.torch_seam.modules import HOOKED, buffers_of
 from rkmate.torch_seam.nodes import VALUE, descriptor
 from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError, noting_inner_gradients
@@ -145,12 +147,13 @@ class _Flat(nn.Module):
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
         with repaired("forward", self.model), contextlib.nullcontext() if is_off(INNER) else \
-                noting_inner_gradients(self.found.note_gradient):
-            out = self.model(*args, **kwargs)
+                noting_inner_gradients(self.found.note_gradient), as_dtensors():
+            out, placed = local_results(self.model(*args, **kwargs))
         changed = [(k, held) for k, (held, ids) in self._inputs.held_by_objects(args, kwargs).items()
                    if ids != before[k][1]]
         flat, structure = take_apart(out, result=True)
-        self.found.structure = structure
+        self.found.structure = structure.with_dtensors(
+            {k: placed[id(t)] for k, t in enumerate(flat) if id(t) in placed}) if placed else structure
         self.found.assigned = self._before.assigned()
         effects, every = found_effects(self.found.assigned, changed, [*tensors, *flat])
         flat = every[len(tensors):]
@@ -180,7 +183,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     completes (a configuration, a table that later ones read) is as a first forward leaves it.
     """
     check_once()
-    return with_opaque(model, opaque, lambda: _whole(model, args, kwargs))
+    with local_parameters(model):
+        return with_opaque(model, opaque, lambda: _whole(model, args, kwargs))
 
 
 class _NotRepeated(CaptureError):
@@ -213,7 +217,7 @@ def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     before = [(name, t, t.detach().clone()) for name, t in model.named_buffers()]
     results = []
     for _ in range(2):
-        with unchanged_random_state(*devices.in_use()), torch.no_grad():
+        with unchanged_random_state(*devices.in_use()), torch.no_grad(), without_collectives():
             given, named = structure.fill([t.detach().clone() for t in tensors])
             try:
                 results.append(take_apart(model(*given, **named), result=True)[0])
@@ -240,6 +244,12 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         result, assigned = _capture(model, args, kwargs)
         draws.refuse_change(model)
+        read = set(map(storage_id, result.constants.values()))
+        for path, held in before.changed_lists():
+            if any(storage_id(t) in read for t in held):
+                raise CaptureError(
+                    f"{type(model).__name__}: the forward reads tensors from the list {path}, and replaces "
+                    "them; a captured step would not repeat that. Keep them in buffers (register_buffer)")
         state = [a for a in read_before(result.effects, result.constants.values()) if is_state(a)]
         if state:                   # they are read and written, as buffers are
             before.restore()
@@ -301,7 +311,13 @@ def _text(found: Capture) -> str:
 
 def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...], values: Values | None) -> Any:
     """Return the exported program, in the first way in which that succeeds; the module itself where none does
-    and its forward differentiates, and asks for no values."""
+    and its forward differentiates, and asks for no values, and where it computes with DTensors, whose
+    backward an exported program does not have."""
+    if local_names():
+        if values is not None:
+            raise CaptureError(f"{type(flat.model).__name__} has DTensor parameters, and its forward reads "
+                               "values of its inputs (.item(), masks), which cannot be planned together")
+        return flat
     *ways, last = ways_to_export(flat.model)
     failed: list[Exception] = []
     for way in ways:
@@ -341,7 +357,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...],
                 not isinstance(cause, Exception) or not is_stopped_by_values(cause)):
             raise
         before.restore()
-        with from_inputs(model, given) as values:
+        with from_inputs(model, given) as values, values_are_read():
             try:
                 return _once(model, args, kwargs, values)
             except CaptureError:
@@ -393,6 +409,8 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
     def source(role: Role, said: object) -> Source:
         if role.kind in ("parameter", "buffer"):
             name = role.name.removeprefix("model.")
+            if name in local_names():
+                return Source("param", piece_name(name, LOCAL))
             if name in names:
                 return Source("param", name)
             if name in buffers:

@@ -1,9 +1,11 @@
-"""Forwards that communicate with other ranks: refused by name, before anything is measured.
+"""Forwards that communicate with other ranks: functional collectives are part of a plan; everything else is
+refused by name, before anything is measured.
 
-A plan decides when an operation runs, and whether it runs again in the backward. Each rank makes a plan of
-its own, from times that it measured itself. A collective has to run on all ranks of its group at the same
-place of their programs, so plans that differ pair up the wrong collectives: a hang, or wrong values without
-an error. Until ranks agree on plans, a forward with a collective is refused while it is traced.
+A plan decides when an operation runs, and whether it runs again in the backward. A collective has to run on
+all ranks of its group at the same place of their programs: plans that differ pair up the wrong ones, which is
+a hang, or wrong values without an error. So the ranks of a forward with collectives follow one plan
+(`rkmate.runtime.agreement`), in which each runs once. Others are refused: collectives whose effect autograd
+does not see, those of submodules that run as they are, and those that torch cannot trace.
 
 The namespace of an operation decides. Every operation of a trace goes through the mode of fake tensors, in
 the forward and in the backwards of custom functions. What runs on real tensors (submodules that run as they
@@ -13,6 +15,7 @@ operation, is recognised by the files that the error came through.
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +28,14 @@ from torch import fx, nn
 
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.refusals import at_fault, place_of
+from rkmate.torch_seam.collectives import (
+    TRACED,
+    Unseen,
+    functions_traced,
+    group_name,
+    has_constants,
+    is_traceable,
+)
 from rkmate.torch_seam.patches.custom_functions import caller_of
 from rkmate.torch_seam.schema import schema_of
 from rkmate.torch_seam.tensors import TorchDispatchMode
@@ -41,10 +52,25 @@ _GROUPS = ("group_name", "process_group", "group_size")
 for another."""
 _SHOWN = 4
 """Names of parts that a message lists."""
+_NOT_TRACED = "is none of those that a plan can hold (all_reduce, all_gather_into_tensor, " \
+    "reduce_scatter_tensor, all_to_all_single and broadcast of one tensor)"
+_AS_IT_IS = "runs in a submodule that runs as it is, and would run again in the backward"
+_BY_VALUES = "would also run before the step, where the forward reads values of its inputs (.item(), masks)"
+_CONSTANT = "takes a constant, whose values a trace takes as known"
+_here = threading.local()
 
 
 class CollectiveError(CaptureError):
-    """The forward, or its backward, communicates with other ranks."""
+    """The forward, or its backward, communicates with other ranks in a way that cannot be planned."""
+
+    why = _NOT_TRACED
+    """The reason, after "which"."""
+
+
+def _error(operation: str, why: str) -> CollectiveError:
+    error = CollectiveError(operation)
+    error.why = why
+    return error
 
 
 def communicates(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
@@ -56,6 +82,38 @@ def communicates(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any] 
     given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
     groups = [given.get(name) for name in names if name in _GROUPS]
     return bool(groups) and all(_size_of(group) != 1 for group in groups)
+
+
+def group_of(node: fx.Node) -> str:
+    """Return the name of the process group of a functional collective."""
+    names = [a.name for a in schema_of(node.target).arguments]  # type: ignore[arg-type]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return group_name(next(given[name] for name in _GROUPS if name in given))
+
+
+def groups_of(graph: fx.Graph) -> tuple[str, ...]:
+    """Return the names of the process groups that a captured graph communicates in, each once."""
+    return tuple(dict.fromkeys(group_of(n) for n in graph.nodes if n.op == "call_function"
+                               and communicates(n.target, n.args, n.kwargs)))
+
+
+@contextmanager
+def values_are_read() -> Iterator[None]:
+    """Refuse all collectives of a trace: the forward reads values, which are computed before each step."""
+    _here.values = True
+    try:
+        yield
+    finally:
+        _here.values = False
+
+
+def _why_not(operation: Any, args: Sequence[Any]) -> str:
+    """Return why a plan cannot hold an operation that communicates; empty if it can."""
+    if not is_traceable(operation):
+        return _NOT_TRACED
+    if has_constants(args):
+        return _CONSTANT
+    return _BY_VALUES if getattr(_here, "values", False) else ""
 
 
 def _size_of(group: Any) -> int | None:
@@ -91,7 +149,7 @@ class _Refusing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if communicates(func, args, kwargs):
-            self.reached.append(CollectiveError(str(func)))
+            self.reached.append(_error(str(func), _AS_IT_IS))
             raise self.reached[-1]
         return func(*args, **(kwargs or {}))
 
@@ -111,22 +169,22 @@ def without_collectives() -> Iterator[None]:
 
 @contextmanager
 def collectives_refused(model: nn.Module) -> Iterator[None]:
-    """Refuse a model's collectives while it is captured, with the line, the module and the remedy. Torch's
-    own errors about a collective are replaced."""
+    """Refuse the collectives that no plan can hold while a model is captured, with the line, the module and
+    the remedy. Torch's own errors about a collective are replaced."""
     if not several_ranks():
         yield
         return
     reached: list[tuple[str, Exception]] = []
 
     def look(func: Any, args: Any, kwargs: Any) -> None:
-        if communicates(func, args, kwargs):
-            reached.append((str(func), CollectiveError(str(func))))
+        if communicates(func, args, kwargs) and (why := _why_not(func, args)):
+            reached.append((str(func), _error(str(func), why)))
             raise reached[-1][1]
 
     failed: Exception | None = None
     try:
         # The backwards of a GPU's functions, too, run on this thread.
-        with fake_operations_seen(look), \
+        with functions_traced(), fake_operations_seen(look), \
                 torch.autograd.set_multithreading_enabled(False):
             yield
     except Exception as error:
@@ -137,6 +195,8 @@ def collectives_refused(model: nn.Module) -> Iterator[None]:
         return
     if isinstance(failed, CollectiveError):
         raise _explained(model, str(failed), failed) from None
+    if isinstance(failed, Unseen):
+        raise _explained(model, _collective_at(failed), failed) from None
     cause = failed.__cause__ if isinstance(failed.__cause__, Exception) else failed
     called = _function_reached(cause)
     if not called:
@@ -145,14 +205,16 @@ def collectives_refused(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_in_joint(graph: fx.Graph) -> None:
-    """Raise a `CollectiveError` for an operation of a joint graph that communicates."""
+    """Raise a `CollectiveError` for an operation of a joint graph that communicates, and is no functional
+    collective of one tensor."""
     if not several_ranks():
         return
     for node in graph.nodes:
         # An operation with effects is an argument of the higher-order operation that puts it in order.
         for k, operation in enumerate((node.target, *node.args)):
-            if communicates(operation, node.args[k:], node.kwargs):
-                raise CollectiveError(_text("the model", "", "", str(operation), "its submodules"))
+            if communicates(operation, node.args[k:], node.kwargs) and (k or not is_traceable(operation)):
+                raise CollectiveError(_text("the model", "", "", str(operation), _NOT_TRACED,
+                                            "its submodules"))
 
 
 def _function_reached(error: Exception) -> str:
@@ -161,19 +223,26 @@ def _function_reached(error: Exception) -> str:
                  if f.filename.startswith(_FILES)), "")
 
 
+def _collective_at(error: Exception) -> str:
+    """Return the function of `torch.distributed` whose trace an error came through."""
+    names = [f.name.removeprefix("_") for f in traceback.extract_tb(error.__traceback__)]
+    return next(f"torch.distributed.{name}" for name in names if name in TRACED)
+
+
 def _explained(model: nn.Module, operation: str, error: Exception) -> CollectiveError:
     """Return the refusal of an operation that a trace has stopped at."""
     name = at_fault(model, error) or _caller(model, error)
+    why = error.why if isinstance(error, CollectiveError) else str(error) if isinstance(error, Unseen) \
+        else _NOT_TRACED
     return CollectiveError(_text(type(model).__name__, _outside(model, name), place_of(error, None),
-                                 operation, _parts(model, name)))
+                                 operation, why, _parts(model, name)))
 
 
-def _text(model: str, name: str, place: str, operation: str, parts: str) -> str:
+def _text(model: str, name: str, place: str, operation: str, why: str, parts: str) -> str:
     who = f"its submodule {name}" if name else "it"
-    return (f"{model} cannot be planned{place}: {who} communicates with other ranks ({operation}). "
-            "Each rank would run that at moments of a plan of its own, and ranks with other plans hang, or "
-            "compute wrong values without an error. Plan the parts that do not communicate instead, each "
-            f"with rkmate.apply(part, budget=...), among {parts}")
+    return (f"{model} cannot be planned{place}: {who} communicates with other ranks ({operation}), which "
+            f"{why}. Ranks would hang, or compute wrong values without an error. Plan the parts that do not "
+            f"communicate instead, each with rkmate.apply(part, budget=...), among {parts}")
 
 
 def _parts(model: nn.Module, name: str) -> str:

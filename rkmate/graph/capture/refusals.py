@@ -197,7 +197,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
                                 "(model.to_empty), or plan for a GPU that this machine need not have "
                                 "(rkmate.plan(..., device=rkmate.devices.H100))")
         devices.of(tensor)
-        if is_made_of_pieces(tensor) and tensor.requires_grad:
+        if is_made_of_pieces(tensor) and tensor.requires_grad and not _is_distributed(tensor):
             raise ArgumentError(
                 f"{tensor_name} is a {type(tensor).__name__} that requires a gradient: weights that are made "
                 "of other tensors are planned where they are frozen (requires_grad_(False)), as a quantized "
@@ -373,12 +373,9 @@ def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False) -> None
                 "layer runs. Use rkmate.apply(model, budget=...) without sample inputs, which plans each "
                 "sharded layer at the first step; or wrap the model first, and shard the wrapped module as "
                 "one unit (fully_shard(rkmate.wrap(...)))")
-        placed = ", ".join(map(str, getattr(tensor, "placements", ())))
-        raise ArgumentError(
-            f"{name} is a DTensor of tensor parallelism ({placed}): its layer communicates inside of its "
-            "forward, and no plan can hold that. Leave modules with such parameters without a plan "
-            "(torch.utils.checkpoint saves memory there), and apply budgets to modules that have none "
-            "(rkmate.apply(part, budget=...))")
+        if not isinstance(tensor, nn.Parameter):
+            raise ArgumentError(f"{name} is a buffer that is a DTensor, which no plan can hold: only "
+                                "parameters may be DTensors")
 
 
 def refuse_flat_parameters(model: nn.Module) -> None:

@@ -189,9 +189,9 @@ PATCHES = (
           "silently drop the check of a linear solver, and 2.15 that of a distribution. Therefore both are "
           "refused.", checks_by_value_refused, ("2.11", "2.12", "2.13", "2.14", "2.15")),
     Patch("collectives",
-          "Ranks that run their collectives at different moments, as different plans do, hang or compute "
-          "wrong values. With several ranks, a forward that communicates is refused when the trace reaches "
-          "the call.",
+          "Functions of torch.distributed write to their arguments, where neither autograd nor a trace sees "
+          "it: a trace runs functional collectives instead, which are operations of the plan. Other ways to "
+          "communicate with several ranks are refused when the trace reaches the call.",
           collectives_refused, ()),
     Patch("new buffers",
           "A trace sees writes to a tensor, but not that a buffer is another tensor afterwards. A buffer "
@@ -276,8 +276,8 @@ TRACE_REWRITES: tuple[Rewrite[fx.Graph], ...] = (
             "Nodes from a nested graph have lost the tag that marks the backward.",
             tag_what_needs_the_loss),
     Rewrite("collectives that were traced",
-            "A second check, of the graph itself: no operation that communicates gets into a plan, however "
-            "a version of torch has traced it.",
+            "A second check, of the graph itself: no other operation that communicates gets into a plan, "
+            "however a version of torch has traced it.",
             refuse_in_joint, ()),
 )
 """Changes of the traced joint graph of forward and backward; in the order of their work."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -58,6 +59,8 @@ class PythonState:
         self._holders: list[tuple[str, Any, dict[str, Any]]] = [
             *((path, m, attributes) for path, m, attributes, _ in self._modules),
             *((path, v, dict(v.__dict__)) for path, v in objects.values())]
+        self._lists = [(f"{path}.{k}" if path else k, v, list(v)) for path, _, d, _ in self._modules
+                       for k, v in d.items() if type(v) is list and any(type(t) is torch.Tensor for t in v)]
 
     def restore(self) -> None:
         """Put every attribute and every registry back."""
@@ -75,6 +78,15 @@ class PythonState:
                     del holder.__dict__[k]
                 elif holder.__dict__.get(k, MISSING) is not attributes[k]:
                     holder.__dict__[k] = attributes[k]
+        for _, members, were in self._lists:
+            if not _same_members(members, were):
+                members[:] = were
+
+    def changed_lists(self) -> list[tuple[str, list[torch.Tensor]]]:
+        """Return the lists of tensors in attributes whose members are other objects now, with the tensors
+        that they had."""
+        return [(path, [t for t in content if type(t) is torch.Tensor])
+                for path, members, content in self._lists if not _same_members(members, content)]
 
     def restore_hooks(self) -> None:
         """Put the hooks back alone."""
@@ -100,6 +112,10 @@ class PythonState:
 def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     """Return whether these are the same objects under the same names."""
     return len(now) == len(before) and all(now.get(k, MISSING) is v for k, v in before.items())
+
+
+def _same_members(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _is_object(value: Any) -> bool:

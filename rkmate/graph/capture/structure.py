@@ -4,6 +4,7 @@ parameters that consist of plain tensors."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rkmate.torch_seam.containers import PLAIN, attributes_in, objects_in, pytree, tensors_in
+from rkmate.torch_seam.dtensor import Placed, is_dtensor, local_part
 
 # -- Structures around tensors ---------------------------------------------------------------------
 #
@@ -29,6 +31,8 @@ class _Slot:
     """Stands for tensor number `index` inside a skeleton."""
 
     index: int
+    placed: Placed | None = None
+    """What to make of it: a DTensor; None for a plain tensor."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         tensors = memo.get(_FILL)
@@ -53,12 +57,19 @@ class Structure:
         leaves: list[Any] = []
         for leaf in self.leaves:
             if isinstance(leaf, _Slot):
-                leaves.append(tensors[leaf.index])
+                tensor = tensors[leaf.index]
+                leaves.append(tensor if leaf.placed is None else leaf.placed.of(tensor))
             elif isinstance(leaf, PLAIN):
                 leaves.append(leaf)
             else:
                 leaves.append(copy.deepcopy(leaf, {_FILL: tensors}))
         return pytree.tree_unflatten(leaves, self.spec)
+
+    def with_dtensors(self, places: Mapping[int, Placed]) -> Structure:
+        """Return the structure that makes DTensors of some tensors, by number."""
+        return dataclasses.replace(self, leaves=tuple(
+            _Slot(leaf.index, places.get(leaf.index)) if isinstance(leaf, _Slot) else leaf
+            for leaf in self.leaves))
 
     def held_by_objects(self, args: Any, kwargs: Any) -> dict[int, tuple[Any, list[int]]]:
         """Return, for each object that pytree does not know, by its number among the leaves, the object and
@@ -206,10 +217,12 @@ def like(f: TensorForm) -> torch.Tensor:
 #
 # A tensor subclass with ``__tensor_flatten__`` (torchao's quantized weights) is captured as the plain tensors
 # that it is made of, its pieces: these are what a step reads. A piece is named by the tensor's name and the
-# attributes that lead to it: ``layers.0.weight@qdata``.
+# attributes that lead to it: ``layers.0.weight@qdata``. Of a DTensor, the local part is such a piece.
 
 
 _AT = "@"
+LOCAL = "local"
+"""The piece of a DTensor that is its local part."""
 
 
 def is_made_of_pieces(tensor: torch.Tensor) -> bool:
@@ -231,7 +244,7 @@ def piece_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return the piece of a tensor that a name stands for; the tensor itself where it stands for all of
     it."""
     for attribute in name.split(_AT)[1:]:
-        tensor = getattr(tensor, attribute)
+        tensor = local_part(tensor) if is_dtensor(tensor) else getattr(tensor, attribute)
     return tensor
 
 

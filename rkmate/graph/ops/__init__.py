@@ -2,6 +2,6 @@
 the modules is imported; a generated step may call any of them.
 """
 
-from rkmate.graph.ops import embeddings, losses, norms, products
+from rkmate.graph.ops import collectives, embeddings, losses, norms, products
 
-__all__ = ["embeddings", "losses", "norms", "products"]
+__all__ = ["collectives", "embeddings", "losses", "norms", "products"]

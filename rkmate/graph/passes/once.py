@@ -13,6 +13,7 @@ from torch import fx
 from rkmate.errors import WishError
 from rkmate.graph.capture.hints import hints_in
 from rkmate.graph.capture.operations import is_random, is_view
+from rkmate.graph.ops.collectives import is_collective
 from rkmate.graph.ops.norms import BY_GROUPS
 from rkmate.graph.passes.joint import Joint
 from rkmate.torch_seam.nodes import VALUE, carry_wish, is_backward, phase_tag, wish_of
@@ -42,7 +43,8 @@ def hand_hints_on(joint: Joint) -> None:
 
 
 def find_constants(joint: Joint) -> None:
-    """Note the values of the forward that depend on no trained value, no float input and no chance.
+    """Note the values of the forward that depend on no trained value, no float input, no chance and no other
+    rank.
 
     Equal ones are computed once: every layer of a transformer asks for the same mask.
     """
@@ -58,7 +60,7 @@ def find_constants(joint: Joint) -> None:
             if fixed:
                 constant.add(node)
         elif node.op == "call_function" and not is_backward(node) and not is_random(node) \
-                and all(n in constant for n in node.all_input_nodes):
+                and not is_collective(node.target) and all(n in constant for n in node.all_input_nodes):
             if joint.leaves(node):          # the caller may write to it
                 constant.add(node)
                 continue

@@ -17,6 +17,7 @@ from rkmate.graph.passes.cleanup import (
     read_what_was_written,
     shorten_views,
 )
+from rkmate.graph.passes.collectives import wait_at_once
 from rkmate.graph.passes.fusion import fuse
 from rkmate.graph.passes.gradients import (
     add_gradients_in_place,
@@ -45,6 +46,10 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "`rkmate.keep(x)` and `rkmate.recompute(x)` leave an alias with a wish in the trace. From here "
             "on, the value carries the wish.",
             hand_hints_on, ()),
+    Rewrite("collectives",
+            "A collective and its wait become one operation, so that no schedule frees a buffer while other "
+            "ranks use it. It runs once in a step, and in the order of the trace.",
+            wait_at_once, ()),
     Rewrite("dead code",
             "A trace keeps assertions on metadata, which hold for every call of the same signature, and "
             "values that only these assertions read.",

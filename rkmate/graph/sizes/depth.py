@@ -23,7 +23,7 @@ from rkmate.graph.capture.effects import Effects
 from rkmate.graph.capture.opaque import Opaque
 from rkmate.graph.capture.structure import form_of, take_apart
 from rkmate.graph.sizes.dry_run import Steps, dry_run
-from rkmate.graph.sizes.layers import UNITS, Layers, layers_of, shorter
+from rkmate.graph.sizes.layers import UNITS, Layers, Run, layers_of, shorter
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.nodes import VALUE, WISH, add_like, is_backward, moved, renamed, sequence_number
 from rkmate.torch_seam.patches.autograd import REGION, renewed_region
@@ -61,6 +61,8 @@ def _by_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     tensors, inputs = take_apart((args, kwargs), result=False)
     forms = [form_of(t) for t in tensors]
     whole = dry_run(model, inputs, forms, steps=True)
+    if whole is not None and whole.steps is not None:
+        layers = _in_order(layers, whole.steps)
     short = shorter(model, layers)
     few = None if whole is None else dry_run(short, inputs, forms, steps=True)
     if whole is None or few is None or whole.steps is None or few.steps is None:
@@ -71,6 +73,15 @@ def _by_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         raise _Differs("values or effects")
     with read_directly():
         return replace(_Longer(found, layers).capture(), result=whole.result)
+
+
+def _in_order(layers: Layers, whole: Steps) -> Layers:
+    """Return the runs in the order in which the forward calls them."""
+    def begins(run: Run) -> int:
+        own = {whole.inputs + k for k, name in enumerate(whole.entered) if name.startswith(f"{run.path}.")}
+        return next((k for k, read in enumerate(whole.references) if any(x in own for x, _ in read)), 0)
+
+    return Layers(sorted(layers.runs, key=begins))
 
 
 # -- Lists that repeat themselves ------------------------------------------------------------------

@@ -27,6 +27,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from rkmate.errors import CaptureError
+from rkmate.torch_seam.collectives import is_of_collectives
 from rkmate.torch_seam.containers import objects_in, pytree
 from rkmate.torch_seam.patches.autograd import region
 from rkmate.torch_seam.schema import HigherOrderOperator
@@ -169,6 +170,8 @@ def _recorded(cls: type[torch.autograd.Function], forward: Callable[..., Any], c
     places = tuple(i for i, a in enumerate(args) if isinstance(a, torch.Tensor))
     others = tuple(None if i in places else a for i, a in enumerate(args))
     for value in (*objects_in((others, kwargs)), *others):
+        if is_of_collectives(value):
+            continue
         if isinstance(value, (torch.Tensor, nn.Module)) or callable(value):
             raise CaptureError(
                 f"the custom autograd function {cls.__name__} takes a {type(value).__name__} that may "

@@ -76,6 +76,23 @@ class Crossed(nn.Module):
         return x.square().mean()
 
 
+class Towers(nn.Module):
+    """Two lists; the one that is registered last is called first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.ModuleList(Block(k) for k in range(DEEP))
+        self.first = nn.ModuleList(nn.Linear(8, 8) for _ in range(DEEP))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = b = x
+        for layer in self.first:
+            a = torch.tanh(layer(a))
+        for layer in self.second:
+            b = layer(b)
+        return (a * b).mean()
+
+
 class Stages(nn.Module):
     """Convolutions in stages of different depths, with statistics, written in place."""
 
@@ -154,6 +171,7 @@ ALIKE: dict[str, Made] = {
     "another first layer": lambda: (Stack([nn.Linear(8, 8), *(Block(k) for k in range(DEEP))]), ids()),
     "frozen layers": lambda: (frozen(), ids()),
     "encoder and decoder": lambda: (Crossed(), torch.randn(2, 6, 8)),
+    "two towers": lambda: (Towers(), torch.randn(2, 6, 8)),
     "stages": lambda: (Stages(), torch.randn(2, 3, 16, 16)),
     "a value of each layer is returned": lambda: (Caching(), torch.randn(2, 8, requires_grad=True)),
     "hints and regions": lambda: (Marked(), torch.randn(2, 8)),

@@ -1,0 +1,230 @@
+"""Collectives of torch: the functional operators that a trace can hold, and the functions of
+`torch.distributed`, which a trace replaces by them."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from rkmate.errors import CaptureError
+from rkmate.torch_seam.schema import OpOverload, operator_name
+from rkmate.torch_seam.trace import inside_fake_mode
+
+FUNCTIONAL = "_c10d_functional"
+"""The namespace of torch's functional collectives."""
+TRACEABLE = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
+             "broadcast")
+"""Names of the functional collectives of one tensor that a plan can hold."""
+_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+
+def functional(name: str) -> OpOverload:
+    """Return the functional collective of a name; ``wait_tensor`` waits for the result of another one."""
+    found: OpOverload = getattr(getattr(torch.ops, FUNCTIONAL), name).default
+    return found
+
+
+def is_traceable(operation: Any) -> bool:
+    """Return whether an operator is a functional collective that a plan can hold, or its autograd form."""
+    return getattr(operation, "namespace", "") in (FUNCTIONAL, f"{FUNCTIONAL}_autograd") \
+        and operator_name(operation) in TRACEABLE
+
+
+def is_wait(operation: Any) -> bool:
+    """Return whether an operator waits for the result of a functional collective."""
+    return getattr(operation, "namespace", "") == FUNCTIONAL and operator_name(operation) == "wait_tensor"
+
+
+def group_name(group: Any) -> str:
+    """Return the name by which functional collectives know a process group; None is the default group."""
+    if isinstance(group, str):
+        return group
+    name: str = _resolved(group).group_name
+    return name
+
+
+def _resolved(group: Any) -> Any:
+    return dist.group.WORLD if group is None else group
+
+
+def has_constants(values: Iterable[Any]) -> bool:
+    """Return whether there is a constant among some values: a trace computes with it, and so would run a
+    collective."""
+    return any(isinstance(v, FakeTensor) and v.constant is not None for v in values)
+
+
+def is_of_collectives(value: Any) -> bool:
+    """Return whether an argument says how ranks communicate: a process group, or a reduction."""
+    return dist.is_available() and isinstance(value, (dist.ProcessGroup, dist.ReduceOp,
+                                                      dist.ReduceOp.RedOpType))
+
+
+def _users(tensor: Any) -> int:
+    """Return how many references a tensor has, in Python together one."""
+    return int(tensor._use_count())
+
+
+LONGEST = 0.05
+"""Seconds that `run_and_wait` waits at most for another thread to let go of buffers."""
+
+
+def run_and_wait(name: str, tensor: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Return the result of a functional collective, when no other thread holds its buffers any more.
+
+    gloo's threads let go of a collective's buffers a little after it is done. Waited for, a step takes the
+    same memory each time.
+    """
+    before = _users(tensor)
+    found: torch.Tensor = functional("wait_tensor")(functional(name)(tensor, *others))
+    if found.device.type == "cpu":
+        own = before if found is tensor else 1
+        end = time.perf_counter() + LONGEST
+        while (_users(found) > own or _users(tensor) > before) and time.perf_counter() < end:
+            time.sleep(0)
+    return found
+
+
+# -- Functions of torch.distributed, while a forward is traced --------------------------------------
+#
+# They write to their arguments, where autograd does not see it. In a trace, each is the functional collective
+# and a copy of its result, which are the same numbers.
+
+
+class Unseen(CaptureError):
+    """A collective is none that a trace can hold; the message says why, after "which"."""
+
+
+class _Done:
+    """The work of a collective that has been waited for."""
+
+    def wait(self, *timeout: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _reduction(op: Any) -> str:
+    if isinstance(op, str):
+        return op
+    for name in _REDUCTIONS:
+        if op == getattr(dist.ReduceOp, name):
+            return name.lower()
+    raise Unseen(f"has the reduction {op}, which no plan can hold")
+
+
+def _called(name: str, tensor: torch.Tensor, *others: Any) -> torch.Tensor:
+    # A no-grad region would be recorded as one of the forward's own.
+    found: torch.Tensor = functional("wait_tensor")(functional(name)(tensor.detach().contiguous(), *others))
+    return found
+
+
+def _write(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in places):
+        raise Unseen("writes to a tensor whose gradient is recorded, and autograd does not see it")
+    if has_constants(places):
+        raise Unseen("writes to a constant, whose values a trace takes as known")
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value.view_as(place))
+
+
+def _size(group: Any) -> int:
+    return dist.get_world_size(group)
+
+
+def _all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> None:
+    _write([tensor], [_called("all_reduce", tensor, _reduction(op), group_name(group))])
+
+
+def _all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = None,
+                            async_op: bool = False) -> None:
+    _write([output_tensor], [_called("all_gather_into_tensor", input_tensor, _size(group),
+                                     group_name(group))])
+
+
+def _all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> None:
+    if any(t.shape != tensor.shape for t in tensor_list):
+        raise Unseen("gathers tensors of different shapes, which no plan can hold")
+    found = _called("all_gather_into_tensor", tensor.reshape(1, -1), _size(group), group_name(group))
+    _write(tensor_list, [row.view(tensor.shape) for row in found])
+
+
+def _reduce_scatter_tensor(output: Any, input: Any, op: Any = dist.ReduceOp.SUM, group: Any = None,
+                           async_op: bool = False) -> None:
+    flat = input.reshape(_size(group) * output.shape[0], *output.shape[1:]) if output.dim() else input
+    _write([output], [_called("reduce_scatter_tensor", flat, _reduction(op), _size(group),
+                              group_name(group))])
+
+
+def _all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None,
+                       group: Any = None, async_op: bool = False) -> None:
+    ranks = _size(group)
+    splits = [list(given) if given else [t.shape[0] // ranks] * ranks
+              for given, t in ((output_split_sizes, output), (input_split_sizes, input))]
+    _write([output], [_called("all_to_all_single", input, *splits, group_name(group))])
+
+
+def _broadcast(tensor: Any, src: Any = None, group: Any = None, async_op: bool = False,
+               group_src: Any = None) -> None:
+    source = group_src if group_src is not None else dist.get_group_rank(_resolved(group), src)
+    _write([tensor], [_called("broadcast", tensor, source, group_name(group))])
+
+
+TRACED: dict[str, Callable[..., None]] = {
+    "all_reduce": _all_reduce, "all_gather_into_tensor": _all_gather_into_tensor,
+    "all_gather_single": _all_gather_into_tensor, "all_gather": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter_tensor, "reduce_scatter_single": _reduce_scatter_tensor,
+    "all_to_all_single": _all_to_all_single, "broadcast": _broadcast}
+"""For functions of `torch.distributed`, what a trace runs instead."""
+
+
+@contextmanager
+def functions_traced() -> Iterator[None]:
+    """Let functions of `torch.distributed` that write to their arguments be traced as functional collectives,
+    on fake tensors of this thread.
+
+    Raises `Unseen` at a call that writes to a tensor whose gradient is recorded. Those that a module has
+    imported by name are replaced where a forward calls them; a custom function's are not.
+    """
+    from torch.distributed import _functional_collectives, distributed_c10d
+    from torch.distributed.nn import functional as of_nn
+
+    here = threading.get_ident()
+
+    def replaced(plain: Callable[..., Any], traced: Callable[..., None]) -> Callable[..., Any]:
+        signature = inspect.signature(plain)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != here or not inside_fake_mode():
+                return plain(*args, **kwargs)
+            given = signature.bind(*args, **kwargs).arguments
+            traced(**given)
+            return _Done() if given.get("async_op") else None
+
+        return run
+
+    remaps = getattr(_functional_collectives, "traceable_collective_remaps", {})
+    with ExitStack() as stack:
+        # Its functions say that they cannot be traced, before they call those that are replaced.
+        for name in ("_not_supported_under_compile", "_deprecated"):
+            if hasattr(of_nn, name):
+                stack.enter_context(mock.patch.object(of_nn, name, mock.Mock(return_value=None)))
+        instead = {}
+        for name, traced in TRACED.items():
+            plain = getattr(distributed_c10d, name, None)
+            if plain is None:
+                continue
+            run = instead[plain] = replaced(plain, traced)
+            for module in (dist, distributed_c10d):
+                stack.enter_context(mock.patch.object(module, name, run))
+        stack.enter_context(mock.patch.dict(remaps, instead))
+        yield

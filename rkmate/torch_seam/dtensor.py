@@ -1,0 +1,133 @@
+"""DTensors: tensors of which each rank holds a part, or a copy."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.modules import parameters_of
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The mesh, the placements and the form of a DTensor, without its local part."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the DTensor with a local part. Its gradient has the same placements."""
+        from torch.distributed.tensor import DTensor
+
+        made: torch.Tensor = DTensor.from_local(local, self.mesh, self.placements, run_check=False,
+                                                shape=self.shape, stride=self.stride)
+        return made
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.placements))
+
+
+def is_dtensor(value: Any) -> bool:
+    """Return whether a value is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def placed(tensor: Any) -> Placed:
+    """Return what a DTensor is besides its local part."""
+    return Placed(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return the local part of a DTensor. Its gradient becomes a DTensor with the same placements."""
+    found: torch.Tensor = tensor.to_local()
+    return found
+
+
+# -- While a model is traced --------------------------------------------------------------------
+#
+# A trace takes the local parts of parameters as plain tensors, and the forward makes DTensors of them: what
+# is recorded are operations on local parts, and collectives.
+
+_here = threading.local()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter of a module that is a DTensor."""
+
+    registry: MutableMapping[str, Any]
+    name: str
+    placed: Placed
+
+
+@contextmanager
+def local_parameters(model: nn.Module) -> Iterator[None]:
+    """Let a model hold the local parts of its DTensor parameters inside of the context."""
+    places: list[tuple[_Place, Any]] = []
+    names: set[str] = set()
+    parts: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        registry: Any = parameters_of(module)
+        for name, parameter in list(registry.items()):
+            if is_dtensor(parameter):
+                parts[id(parameter)] = nn.Parameter(local_part(parameter).detach(), parameter.requires_grad)
+                places.append((_Place(registry, name, placed(parameter)), parameter))
+                names.add(f"{path}.{name}" if path else name)
+            elif any(parameter is part for part in parts.values()):
+                names.add(f"{path}.{name}" if path else name)       # a module under another name
+        for place, parameter in places:
+            place.registry[place.name] = parts[id(parameter)]
+    _here.places, _here.names = [place for place, _ in places], frozenset(names)
+    try:
+        yield
+    finally:
+        _here.places, _here.names = [], frozenset()
+        for place, parameter in places:
+            place.registry[place.name] = parameter
+
+
+def local_names() -> frozenset[str]:
+    """Return the names of the parameters whose local parts the traced model holds."""
+    names: frozenset[str] = getattr(_here, "names", frozenset())
+    return names
+
+
+@contextmanager
+def as_dtensors() -> Iterator[None]:
+    """Let the traced model's forward see its parameters as DTensors inside of the context."""
+    places: list[_Place] = getattr(_here, "places", [])
+    before = [place.registry[place.name] for place in places]
+    for place, local in zip(places, before, strict=True):
+        place.registry[place.name] = place.placed.of(local)
+    try:
+        yield
+    finally:
+        for place, local in zip(places, before, strict=True):
+            place.registry[place.name] = local
+
+
+def local_results(value: Any) -> tuple[Any, dict[int, Placed]]:
+    """Return a result with the local parts of its DTensors, and for each, by its id, what it was."""
+    found: dict[int, Placed] = {}
+
+    def local(leaf: Any) -> Any:
+        if not is_dtensor(leaf):
+            return leaf
+        part = local_part(leaf)
+        found[id(part)] = placed(leaf)
+        return part
+
+    if not local_names():
+        return value, found
+    return pytree.tree_map(local, value), found

@@ -1,0 +1,176 @@
+"""Two gloo processes with tensor-parallel models: one plan on the local parts of parameters, with the outputs
+and the gradients of the original, within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rkmate
+from rkmate import device as devices
+from rkmate.ilp import OptionSettings
+from rkmate.pipeline.settings import Settings
+from rkmate.planners.settings import PlannerSettings
+from tests.semantics.ranks import Found, found_by_ranks
+
+pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
+              pytest.mark.xdist_group("two processes")]
+
+QUICK = Settings(options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
+                 planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
+CHOSEN: dict[str, Any] = {"budget": 0.7, "progress": False, "settings": QUICK}
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class _Net(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _parallel(net: _Net, kind: str) -> _Net:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2,))
+    ways: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if kind == "sequence":
+        ways = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1))}
+    for block in net.blocks:
+        parallelize_module(block, mesh, ways)
+    if kind == "distributed output":
+        parallelize_module(net, mesh, {"head": ColwiseParallel(use_local_output=False)})
+    return net
+
+
+def _data(kind: str, rank: int, width: int = 64) -> torch.Tensor:
+    """Ranks have the same rows; with sequence parallelism, each has a part of its own."""
+    seed = rank if kind == "sequence" else 0
+    return torch.randn(4, 32, width, generator=torch.Generator().manual_seed(seed))
+
+
+def _whole(t: Any) -> torch.Tensor:
+    whole: torch.Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
+    return whole.detach().clone()
+
+
+def _steps(run: Callable[..., torch.Tensor], owner: nn.Module, kind: str, rank: int) -> list[torch.Tensor]:
+    found = []
+    for _ in range(2):
+        owner.zero_grad()
+        out = run(_data(kind, rank))
+        loss = out.square().mean()
+        loss.backward()
+        found += [_whole(out), _whole(loss), *(_whole(p.grad) for p in owner.parameters())]
+    return found
+
+
+def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) > 2 and all(map(torch.equal, some, others))
+
+
+def _schedules(plan: rkmate.Plan | None) -> bool:
+    assert plan is not None
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, plan.schedule)
+    return bool(found[0] == found[1])
+
+
+def _wrapped(rank: int, kind: str) -> dict[str, Any]:
+    net = _parallel(_Net(), kind)
+    run = rkmate.wrap(net, (_data(kind, rank),), **CHOSEN)
+    same = _schedules(run.plan)
+    plain = _parallel(_Net(), kind)
+    mine, theirs = _steps(run, net, kind, rank), _steps(plain, plain, kind, rank)
+    kinds = [type(run(_data(kind, rank))).__name__, type(plain(_data(kind, rank))).__name__]
+    return {"equal": _equal(mine, theirs), "one plan": same, "kinds": kinds}
+
+
+def _applied(rank: int) -> dict[str, Any]:
+    net, plain = _parallel(_Net(), "tensor"), _parallel(_Net(), "tensor")
+    rkmate.apply(net, **CHOSEN)
+    equal = _equal(_steps(net, net, "tensor", rank), _steps(plain, plain, "tensor", rank))
+    shown = rkmate.applied(net)
+    assert shown is not None
+    return {"equal": equal, "one plan": _schedules(shown.plan)}
+
+
+def _later(rank: int) -> dict[str, Any]:
+    """A planned module that is made parallel: it is planned again."""
+    net, plain = _Net(), _parallel(_Net(), "tensor")
+    run = rkmate.wrap(net, (_data("tensor", rank),), **CHOSEN)
+    _parallel(net, "tensor")
+    return {"equal": _equal(_steps(run, net, "tensor", rank), _steps(plain, plain, "tensor", rank))}
+
+
+def _peak(rank: int) -> dict[str, Any]:
+    net, x = _parallel(_Net(128), "tensor"), torch.randn(16, 128, 128)
+    run = rkmate.wrap(net, (x,), **CHOSEN)
+    run(x).square().mean().backward()
+    net.zero_grad()
+    peak = devices.of(x).measure_peak(lambda: run(x).square().mean().backward(), timeline=False).peak
+    assert run.plan is not None
+    return {"measured": peak, "planned": run.plan.peak_bytes, "budget": run.plan.budget_bytes}
+
+
+KINDS = ("tensor", "sequence", "distributed output")
+TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    **{kind: lambda rank, kind=kind: _wrapped(rank, kind) for kind in KINDS},
+    "applied": _applied, "later": _later, "peak": _peak}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What both ranks have found, by task."""
+    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_planned_as_one(found: Found, kind: str) -> None:
+    for mine in found[kind]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine["equal"] and mine["one plan"]
+        assert mine["kinds"][0] == mine["kinds"][1] == (
+            "DTensor" if kind == "distributed output" else "Tensor")
+
+
+@pytest.mark.parametrize("name", ["applied", "later"])
+def test_in_place_and_made_parallel_afterwards(found: Found, name: str) -> None:
+    for mine in found[name]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine["equal"] and mine.get("one plan", True)
+
+
+def test_the_budget_is_held(found: Found) -> None:
+    for mine in found["peak"]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine["measured"] <= mine["budget"]
+        assert abs(mine["measured"] - mine["planned"]) <= 0.02 * mine["planned"]
