@@ -320,8 +320,7 @@ def _gradients(writing: _Writing, keys: Sequence[Key], groups: int, like: Sequen
             if group is not None:
                 leaves[group] = values[node].requires_grad_()
         results = _run(writing.graph, values)
-        found = torch.autograd.grad(results, [leaves[g] for g in range(groups)], given[len(keys):],
-                                    allow_unused=True)
+        found = _derived(results, [leaves[g] for g in range(groups)], given[len(keys):])
         return tuple(torch.zeros_like(leaves[g]) if made is None else made for g, made in enumerate(found))
 
     derived = operations_of(derive, like)
@@ -351,12 +350,22 @@ def derivative(stretch: Stretch, entering: Sequence[fx.Node], ports: Sequence[Po
         for port in ports:
             values[port.node].requires_grad_()
         results = _run(graph, {copies[n]: v for n, v in values.items()})
-        return torch.autograd.grad(results, [values[p.node] for p in ports], given[len(inputs):],
-                                   allow_unused=True)
+        return _derived(results, [values[p.node] for p in ports], given[len(inputs):])
 
     derived = operations_of(derive, [*(n.meta[VALUE] for n in inputs), *like])
     output: Any = derived.output_node().args[0]
     return derived, list(output)
+
+
+def _derived(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor],
+             entering: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of some values; None where no result depends on one."""
+    pairs = [(r, g) for r, g in zip(results, entering, strict=True) if r.requires_grad]
+    if not pairs or not leaves:
+        return (None,) * len(leaves)
+    found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+        [r for r, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+    return found
 
 
 def _cover_once(bands: Sequence[Band], size: int) -> bool:

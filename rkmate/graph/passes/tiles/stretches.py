@@ -160,7 +160,7 @@ class _Labels:
         """Move what only a later stretch reads there: it is computed where it is needed."""
         for node in reversed([n for n in self.level if n in self]):
             users = [u for u in node.users if not is_backward(u) and u not in self.inner]
-            if node in handed or not users or any(
+            if node in handed or not users or node.target is operator.getitem or any(
                     u not in self or not any(n is node and b is not None and b.dim == self.dims.get(node)
                                              for n, b in self.needs[u]) for u in users):
                 continue
@@ -418,9 +418,11 @@ def _rewrite(joint: Joint, plan: _Plan) -> list[str] | None:
             if p.of in joint.sources and joint.sources[p.of].kind == "param"]
 
 
-def labels_of(stretch: Stretch) -> Collection[fx.Node]:
-    """Return the operations of a stretch that are cut, or summed up."""
-    return {*stretch.dims, *stretch.sums}
+def _are_cut(stretch: Stretch) -> bool:
+    """Return whether tiles make all results, each of them one tensor, of what is one tensor each."""
+    return all((r in stretch.dims or r in stretch.sums) and isinstance(r.meta[VALUE], torch.Tensor)
+               for r in stretch.results) and all(
+        isinstance(p.of.meta[VALUE], torch.Tensor) for p in stretch.ports.values())
 
 
 def _find_results(joint: Joint, stretch: Stretch) -> None:
@@ -450,8 +452,7 @@ def _match(joint: Joint, stretch: Stretch) -> tuple[_Entering, _Groups] | None:
     """Return the stretch's results with the gradients that enter by them, and groups of its ports with the
     gradients that leave; None if they are not found, or if something else reads what is computed between.
     Results that only the backward of others reads are added to the stretch's."""
-    cut = labels_of(stretch)
-    if any(r not in cut for r in stretch.results):
+    if not _are_cut(stretch):
         return None
     trained = _trained(joint)
     ports = [p for p in stretch.ports.values() if p.trained]
@@ -487,7 +488,7 @@ def _match(joint: Joint, stretch: Stretch) -> tuple[_Entering, _Groups] | None:
     more = [n for n in stretch.origin.values()
             if any(is_backward(u) and u not in between for u in n.users)]
     _add_results(stretch, more)
-    return None if any(r not in cut for r in stretch.results) else (of_results, groups)
+    return (of_results, groups) if _are_cut(stretch) else None
 
 
 def _together(joint: Joint, matcher: Matcher, leaving: _Groups, between: set[fx.Node],
