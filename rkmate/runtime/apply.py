@@ -487,6 +487,10 @@ def _refuse_replicas(self: nn.Module) -> Any:
                         "take the plan away (rkmate.remove), or use DistributedDataParallel")
 
 
+for _put in (_state_without_plan, _refuse_replicas):
+    _put.is_planned = True  # type: ignore[attr-defined]
+
+
 def _planned_forward(call: PlannedCall) -> Callable[..., Any]:
     """Return a method with the name and signature of the module's own; in a copy of the module, its own."""
     model, before = type(call._model), call._own
@@ -501,7 +505,7 @@ def _planned_forward(call: PlannedCall) -> Callable[..., Any]:
         return model.forward(self, *args, **kwargs) if before is None else before(*args, **kwargs)
 
     functools.update_wrapper(forward, own)
-    forward.is_planned = True  # type: ignore[attr-defined]
+    forward.is_planned, forward.replaces = True, before  # type: ignore[attr-defined]
     if before is not None:
         # A bound method has no self, which this function has.
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

@@ -46,7 +46,7 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "`rkmate.keep(x)` and `rkmate.recompute(x)` leave an alias with a wish in the trace. From here "
             "on, the value carries the wish.",
             hand_hints_on, ()),
-    Rewrite("collectives",
+    Rewrite("collectives and their waits",
             "A collective and its wait become one operation, so that no schedule frees a buffer while other "
             "ranks use it. It runs once in a step, and in the order of the trace.",
             wait_at_once, ()),

@@ -189,11 +189,16 @@ def _above(model: nn.Module, path: str) -> list[nn.Module]:
 
 def _can_be_copied(model: nn.Module, path: str) -> bool:
     """Return whether copies of the modules on the way to a list call the copied list: none has a method of
-    the original as an attribute."""
-    modules = _above(model, path)
-    return not any("forward" in m.__dict__ or any(
-        isinstance(v, MethodType) and isinstance(v.__self__, nn.Module) for v in m.__dict__.values())
-        for m in modules)
+    the original as an attribute, except those of its plan, which copies do without."""
+    return not any(
+        name == "forward" or (isinstance(v, MethodType) and isinstance(v.__self__, nn.Module))
+        for m in _above(model, path) for name, v in m.__dict__.items() if not _of_a_plan(v))
+
+
+def _of_a_plan(value: Any) -> bool:
+    """Return whether an attribute of a module is what its plan has put there, in the place of nothing."""
+    maker = value.__func__ if isinstance(value, MethodType) else type(value)
+    return getattr(maker, "is_planned", False) is True and getattr(maker, "replaces", None) is None
 
 
 def shorter(model: nn.Module, layers: Layers) -> nn.Module:
@@ -204,7 +209,7 @@ def shorter(model: nn.Module, layers: Layers) -> nn.Module:
     def copied(module: nn.Module) -> nn.Module:
         if id(module) not in copies:
             made = copies[id(module)] = object.__new__(type(module))
-            made.__dict__.update(module.__dict__)
+            made.__dict__.update({name: v for name, v in module.__dict__.items() if not _of_a_plan(v)})
             for name in REGISTRIES:
                 if name in made.__dict__:
                     made.__dict__[name] = made.__dict__[name].copy()

@@ -60,7 +60,7 @@ def node(path: str = "", number: int | None = None, **meta: Any) -> Any:
         meta["nn_module_stack"] = {"0": ("", object), "1": (path, object)}
     if number is not None:
         meta["seq_nr"] = number
-    return SimpleNamespace(meta=meta)
+    return SimpleNamespace(meta=meta, target=None)
 
 
 class Gradient:

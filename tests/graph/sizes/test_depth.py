@@ -305,6 +305,36 @@ def test_steps_equal_the_originals(name: str, budget: float) -> None:
     assert_same_step(model, wrapped, Sample(model, (x,), {}, lambda loss: loss))
 
 
+@pytest.mark.parametrize("parts", ["never", "auto"])
+def test_a_model_that_has_its_plan_in_itself(parts: Any, whole: list[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = ALIKE["layers"]()
+    plain = copy.deepcopy(model)
+    settings = rkmate.Settings(costs="analytic", parts=parts, deferred_outputs="never")
+    rkmate.apply(model, budget=1.0, progress=False, settings=settings)
+    torch.manual_seed(1)
+    loss = model(x)
+    loss.backward()
+    torch.manual_seed(1)
+    expected = plain(x)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+               for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert len(whole) == 1 and len(whole[0].layers) == 4  # type: ignore[arg-type]
+    assert not any("forward" in m.__dict__ for m in whole[0].modules())
+
+
+def test_a_forward_of_ones_own_is_captured_with_all_layers(whole: list[nn.Module]) -> None:
+    model, x = ALIKE["layers"]()
+    model.forward = model.forward
+    depth.capture(model, (x,), {})
+    assert whole == [model]
+    rkmate.apply(model, budget=1.0, progress=False, settings=rkmate.Settings(costs="analytic"))
+    model(x).backward()
+    assert whole == [model, model]
+
+
 def test_runs_of_layers() -> None:
     turns = [nn.Linear(8, 8), *(m for _ in range(8) for m in (nn.LayerNorm(8), nn.Linear(8, 8, bias=False)))]
     model = nn.ModuleDict({"body": nn.Sequential(*turns, nn.Linear(8, 8)), "few": nn.Sequential(*turns[:5])})
