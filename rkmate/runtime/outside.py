@@ -1,4 +1,4 @@
-"""What the caller makes of a planned module's outputs before the backward begins: a loss, or more.
+"""Uses of a planned module's outputs by its caller before the backward begins: a loss, or more.
 
 A plan leaves room for a usual loss: three times the outputs that it is computed from. Some losses take more
 (a formula of several operations), and some hold memory to the end of the backward: `F.mse_loss` returns a
@@ -30,7 +30,7 @@ MANY = 100
 
 
 class Outside(NamedTuple):
-    """What a step has shown."""
+    """Memory and operations outside of the plan, as a step has shown them."""
 
     held: int = 0
     """Bytes that the caller has made, and holds while the backward runs."""

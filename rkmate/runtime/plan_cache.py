@@ -239,7 +239,7 @@ class Specialization:
     mask: TangentMask = ()
     """The tangent mask that the next forward is planned for."""
     outside: Outside = Outside()
-    """What the caller was seen to make of the outputs, if a plan has no room for it."""
+    """Memory that the caller was seen to use for the outputs, if a plan has no room for it."""
     member: Member | None = None
     """The full capture from which other sizes are derived; None if this one was derived."""
 

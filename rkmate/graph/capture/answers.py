@@ -76,7 +76,7 @@ class _Sure:
 
 
 class Questions:
-    """What a traced forward asks, and can be answered in this way."""
+    """Questions of a traced forward that have an ordinary answer."""
 
     def __init__(self) -> None:
         self._sure: dict[int, _Sure] = {}

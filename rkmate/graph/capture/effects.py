@@ -76,7 +76,7 @@ class Effects:
     attributes: tuple[Written, ...] = ()
     objects: tuple[ChangedObject, ...] = ()
     answers: tuple[Answer, ...] = ()
-    """What a forward has to find for all of this, and its result, to be right."""
+    """Answers that a forward has to find for all of this, and its result, to be right."""
 
     def __bool__(self) -> bool:
         return bool(self.attributes or self.objects)

@@ -32,7 +32,7 @@ class _Slot:
 
     index: int
     placed: Placed | None = None
-    """What to make of it: a DTensor; None for a plain tensor."""
+    """Placement of the DTensor that is made of it; None for a plain tensor."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         tensors = memo.get(_FILL)

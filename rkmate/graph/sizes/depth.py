@@ -133,7 +133,7 @@ class Pattern:
         """
         self.units, self.extra, self._fixed = units, extra, fixed
         self._next: dict[Reference, Reference] = {}
-        """What the third unit reads where the second one reads a value."""
+        """Values that the third unit reads where the second one reads a value."""
         self._previous: dict[Reference, Reference] = {}
         self.twins: dict[int, int] = {}
         """For each item of a second unit the one of the third."""

@@ -60,7 +60,7 @@ class Banded(InTiles):
     name: str
     """Name of the generated function, without its number."""
     about: str
-    """What a tile is, for the docstring of the generated function."""
+    """Description of a tile, for the docstring of the generated function."""
     parts: int
     runs: tuple[TileRun, ...]
     results: tuple[Part, ...]

@@ -565,7 +565,7 @@ def _sum(node: fx.Node, band: Band) -> Piece | None:
 
 _MEANS = (aten.mean.default, aten.mean.dim)
 _EACH, _MEAN, _SUM = 0, 1, 2
-"""What losses return: one for each element, their mean or their sum."""
+"""Results of losses: one for each element, their mean or their sum."""
 
 
 def _loss(place: int) -> Rule:

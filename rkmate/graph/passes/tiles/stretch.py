@@ -103,7 +103,7 @@ class Stretch:
 
 @dataclass(eq=False)
 class Cover:
-    """What one tile computes."""
+    """Ranges that one tile computes."""
 
     bands: dict[fx.Node, Band]
     """The part of each operation's result, and of each value from outside where it is read in parts."""
