@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -165,3 +166,24 @@ def owner_of(node: fx.Node) -> fx.Node:
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def readers_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return everything that depends on some values, without these."""
+    return _reached(nodes, lambda n: n.users)
+
+
+def makers_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return everything that some values depend on, without these."""
+    return _reached(nodes, lambda n: n.all_input_nodes)
+
+
+def _reached(nodes: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = [m for n in nodes for m in step(n)]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += step(node)
+    return found

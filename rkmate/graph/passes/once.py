@@ -1,5 +1,5 @@
 """Rewrites for values that a step computes once, even if a schedule runs their operations several times:
-constants, decisions, and values that the forward overwrites."""
+collectives, constants, decisions, and values that the forward overwrites."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from torch import fx
 
 from rkmate.errors import WishError
+from rkmate.graph.capture.collectives import communicates, group_of
 from rkmate.graph.capture.hints import hints_in
 from rkmate.graph.capture.operations import is_random, is_view
-from rkmate.graph.ops.collectives import is_collective
+from rkmate.graph.ops.collectives import is_collective, with_wait
 from rkmate.graph.ops.norms import BY_GROUPS
-from rkmate.graph.passes.joint import Joint
+from rkmate.graph.passes.joint import Joint, makers_of
+from rkmate.torch_seam.collectives import is_wait
 from rkmate.torch_seam.nodes import VALUE, carry_wish, is_backward, phase_tag, wish_of
 from rkmate.torch_seam.schema import operator_name
 
@@ -35,6 +37,27 @@ def hand_hints_on(joint: Joint) -> None:
         carry_wish(value, (number, hint.wish, hint.place))
         joint.replace(hint.node, value)
         joint.graph.erase_node(hint.node)
+
+
+# -- Collectives -----------------------------------------------------------------------------------
+
+
+def wait_at_once(joint: Joint) -> None:
+    """Replace each functional collective between several ranks, and its wait, by one operation where the
+    collective starts."""
+    for node in list(joint.graph.nodes):
+        if node.op != "call_function" or not communicates(node.target, node.args, node.kwargs):
+            continue
+        waits = [u for u in node.users if is_wait(u.target)]
+        with joint.graph.inserting_after(node):
+            new = joint.graph.call_function(with_wait(operator_name(node.target)),
+                                            (*node.args[:-1], group_of(node)))
+        new.meta = dict(node.meta)
+        if waits:
+            new.meta[VALUE] = waits[0].meta[VALUE]
+        for old in (*waits, node):
+            joint.replace(old, new)
+            joint.graph.erase_node(old)
 
 
 # -- Constants -------------------------------------------------------------------------------------
@@ -138,7 +161,7 @@ def find_decisions(joint: Joint) -> None:
         readers = [] if is_view(node) else _forward_readers(node)
         if any(not _is_mask(r) and not _is_relu(node, r) for r in readers):
             found[node] = None
-    late = _needed_after_the_loss(joint)
+    late = makers_of(n for n in joint.graph.nodes if is_backward(n))
     joint.decisions = frozenset(n for n in found if n in late)
 
 
@@ -186,18 +209,6 @@ def _forward_readers(node: fx.Node) -> list[fx.Node]:
 
 def _is_relu(mask: fx.Node, reader: fx.Node) -> bool:
     return mask.target in _SIGN_TESTS and bool(mask.args[1] == 0) and mask.args[0] in reader.all_input_nodes
-
-
-def _needed_after_the_loss(joint: Joint) -> set[fx.Node]:
-    """Return the nodes of the forward that some node of the backward depends on."""
-    found: set[fx.Node] = set()
-    todo = [n for b in joint.graph.nodes if is_backward(b) for n in b.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
 
 
 # -- What the forward overwrites -------------------------------------------------------------------

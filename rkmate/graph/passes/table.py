@@ -17,7 +17,6 @@ from rkmate.graph.passes.cleanup import (
     read_what_was_written,
     shorten_views,
 )
-from rkmate.graph.passes.collectives import wait_at_once
 from rkmate.graph.passes.fusion import fuse
 from rkmate.graph.passes.gradients import (
     add_gradients_in_place,
@@ -35,6 +34,7 @@ from rkmate.graph.passes.once import (
     hand_hints_on,
     protect_overwritten,
     take_counters_off,
+    wait_at_once,
 )
 from rkmate.graph.passes.outputs import put_outputs_back, take_outputs_off
 from rkmate.graph.passes.tiles.stretches import tile_stretches

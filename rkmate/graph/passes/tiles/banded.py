@@ -3,39 +3,32 @@ what their windows see of the neighbours, sequences by blocks."""
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from rkmate.graph.passes.tiles.cuts import Band
-from rkmate.graph.passes.tiles.source import new_tensor, statement
+from rkmate.graph.passes.tiles.source import Result, new_tensor, statement
 from rkmate.graph.passes.tiles.steps import peak_bytes, steps_of
-from rkmate.graph.passes.tiles.tiled import InTiles, compiled
+from rkmate.graph.passes.tiles.tiled import InTiles
 from rkmate.ir.calls import Writer
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Result):
     """A result, as tiles make it."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
     dim: int | None
     """The dimension in which each tile fills its part; None: the tiles' results are summed up."""
     overlaps: bool = False
     """Whether the tiles' parts overlap, and are added up there."""
 
     @property
-    def sums_in(self) -> torch.dtype:
-        """The type in which tiles are added up."""
-        floats = self.dtype.is_floating_point and self.dim is None
-        return torch.promote_types(self.dtype, torch.float32) if floats else self.dtype
+    def is_sum(self) -> bool:
+        """Whether the tiles' results are summed up."""
+        return self.dim is None
 
 
 @dataclass(frozen=True)
@@ -63,16 +56,11 @@ class Banded(InTiles):
     """Description of a tile, for the docstring of the generated function."""
     parts: int
     runs: tuple[TileRun, ...]
-    results: tuple[Part, ...]
+    gives: tuple[Part, ...]
     coarser: Callable[[int], Banded | None]
     """Returns the computation in another number of parts; None where it cannot run so."""
 
     prefix = "tiled"
-
-    @functools.cached_property
-    def text(self) -> str:
-        """The generated function under its own name; equal for equal computations."""
-        return self.function(self.name)
 
     def function(self, name: str, write: Writer = Writer()) -> str:
         """Return the generated function under another name. `write`: what its operations are written with."""
@@ -94,19 +82,6 @@ class Banded(InTiles):
         """Return the most bytes in addition to the results: of one tile, and of sums in another type than
         their result's. `inside`: the temporaries of an operation of a tile."""
         return max(peak_bytes(graph, (), inside) for graph, _ in self.graphs()) + self.sum_bytes(apart=True)
-
-    def sum_bytes(self, *, apart: bool = False) -> int:
-        """Return the bytes of the sums. `apart`: only of sums in another type than their result's."""
-        return sum(math.prod(r.shape) * r.sums_in.itemsize for r in self.results
-                   if r.dim is None and (not apart or r.sums_in != r.dtype))
-
-    def values(self) -> tuple[torch.Tensor, ...]:
-        """Return tensors like the results."""
-        return tuple(torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in self.results)
-
-    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        result: tuple[torch.Tensor, ...] = compiled(self.text, self.name)(*args)
-        return result
 
     def __repr__(self) -> str:
         return f"{self.name}({self.about}, {self.parts} tiles)"
@@ -152,8 +127,8 @@ def _function(banded: Banded, name: str, write: Writer) -> str:
     cut = [any(tile[k] is not None for run in banded.runs for tile in run.takes) for k in range(len(inputs))]
     given = [f"all_{n.name}" if c else n.name for n, c in zip(inputs, cut, strict=True)]
     lines = [f"def {name}({', '.join(given)}):", f'    """{banded.about}, {banded.parts} tiles."""']
-    for k, part in enumerate(banded.results):
-        kind = "zeros" if part.dim is None or part.overlaps else "empty"
+    for k, part in enumerate(banded.gives):
+        kind = "zeros" if part.is_sum or part.overlaps else "empty"
         made = new_tensor(kind, list(part.shape), part.sums_in, part.device, write)
         lines.append(f"    result_{k} = {made}")
     for run in banded.runs:
@@ -163,7 +138,7 @@ def _function(banded: Banded, name: str, write: Writer) -> str:
             body = [f"    {line}" for line in body]
         lines += [f"    {line}" for line in body]
     ends = [f"result_{k}" if part.sums_in == part.dtype else f"result_{k}.to({part.dtype})"
-            for k, part in enumerate(banded.results)]
+            for k, part in enumerate(banded.gives)]
     lines.append(f"    return ({', '.join(ends)},)")
     return "\n".join(lines) + "\n"
 
@@ -173,9 +148,9 @@ def _body(banded: Banded, run: TileRun, given: Sequence[str], write: Writer) -> 
     output: Any = next(n for n in run.graph.nodes if n.op == "output").args[0]
     body = [f"{node.name} = {_part(given[k], [tile[k] for tile in run.takes])}"
             for k, node in enumerate(inputs) if given[k] != node.name]
-    parts = [f"result_{k}" if part.dim is None else _part(f"result_{k}", [tile[k] for tile in run.gives])
-             for k, part in enumerate(banded.results)]
-    put = ["add_" if part.dim is None or part.overlaps else "copy_" for part in banded.results]
+    parts = [f"result_{k}" if part.is_sum else _part(f"result_{k}", [tile[k] for tile in run.gives])
+             for k, part in enumerate(banded.gives)]
+    put = ["add_" if part.is_sum or part.overlaps else "copy_" for part in banded.gives]
     at_once = [k for k, n in enumerate(output) if n.op == "placeholder"]
     body += [f"{parts[k]}.{put[k]}({output[k].name})" for k in at_once]
     for step in steps_of(run.graph):

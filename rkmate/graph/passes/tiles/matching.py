@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import is_random
+from rkmate.graph.passes.joint import makers_of
 from rkmate.torch_seam.nodes import VALUE, is_backward
 
 aten = torch.ops.aten
@@ -48,7 +49,7 @@ class Matcher:
               wanted: Sequence[fx.Node]) -> Found | None:
         """Return the joint graph's nodes for those of a derived graph that `wanted` depends on; None if one
         is not found. `known`: of placeholders; those of other placeholders are found."""
-        needed = _needed(wanted)
+        needed = {*wanted, *makers_of(wanted)}
         nodes = [n for n in derived.nodes if n.op == "call_function" and n in needed]
         found = {mine: self._same[there] for mine, there in known.items()}
         if not self._look_up(nodes, found):
@@ -116,17 +117,6 @@ class Matcher:
                 found.update(trial)
                 return True
         return False
-
-
-def _needed(wanted: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = list(wanted)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import is_view
+from rkmate.graph.passes.joint import makers_of, readers_of
 from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Forms, lead_of, row_numel, shape_of, sums, takes
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import record_of
@@ -108,7 +109,7 @@ def seeds_of(graph: fx.Graph, is_seed: Callable[[fx.Node], bool],
 
 def close(region: Region) -> bool:
     """Take in what stands between operations of the region. False: it does not work row by row."""
-    between = _reached(region.forms, lambda n: n.users) & _reached(region.forms, lambda n: n.all_input_nodes)
+    between = readers_of(region.forms) & makers_of(region.forms)
     graph = next(iter(region.forms)).graph
     return all(region.fit(n) for n in graph.nodes if n in between and n not in region.forms)
 
@@ -122,27 +123,6 @@ def needed(region: Region, results: Iterable[fx.Node], stop: Collection[fx.Node]
         if node not in found:
             found.add(node)
             todo += [n for n in node.all_input_nodes if n in region.forms and n not in stop]
-    return found
-
-
-def readers_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return everything that depends on some values, without these."""
-    return _reached(nodes, lambda n: n.users)
-
-
-def makers_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return everything that some values depend on, without these."""
-    return _reached(nodes, lambda n: n.all_input_nodes)
-
-
-def _reached(nodes: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = [m for n in nodes for m in step(n)]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += step(node)
     return found
 
 

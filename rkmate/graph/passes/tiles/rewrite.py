@@ -19,8 +19,8 @@ from torch import fx
 from rkmate.graph.capture.operations import is_view
 from rkmate.graph.ops.losses import SCALE
 from rkmate.graph.ops.parts import part_bytes
-from rkmate.graph.passes.joint import Joint
-from rkmate.graph.passes.tiles.region import Region, close, is_linear, makers_of, needed, readers_of
+from rkmate.graph.passes.joint import Joint, makers_of, readers_of
+from rkmate.graph.passes.tiles.region import Region, close, is_linear, needed
 from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Tile, emit, emit_sum, shape_of
 from rkmate.graph.passes.tiles.source import Give
 from rkmate.graph.passes.tiles.tiled import Tiled, propagate

@@ -17,21 +17,37 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Give:
-    """A result of a tiled computation."""
+class Result:
+    """A result of a tiled computation: put together from the tiles' parts, or summed up."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the tiles' parts are summed up."""
+        raise NotImplementedError
+
+    @property
+    def sums_in(self) -> torch.dtype:
+        """The type in which parts are summed up: single precision at least."""
+        floats = self.dtype.is_floating_point and self.is_sum
+        return torch.promote_types(self.dtype, torch.float32) if floats else self.dtype
+
+
+@dataclass(frozen=True)
+class Give(Result):
+    """A result of a computation that runs a few rows at a time."""
+
     lead: int
     """How many leading dimensions are rows, which tiles fill one after the other; 0: the tiles' parts are
     summed up, in single precision at least."""
 
     @property
-    def sums_in(self) -> torch.dtype:
-        """The type in which parts are summed up."""
-        floats = self.dtype.is_floating_point
-        return torch.promote_types(self.dtype, torch.float32) if floats else self.dtype
+    def is_sum(self) -> bool:
+        """Whether the tiles' parts are summed up."""
+        return not self.lead
 
 
 class Tiled(Protocol):

@@ -18,10 +18,9 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import is_random, is_view
-from rkmate.graph.passes.joint import Joint
+from rkmate.graph.passes.joint import Joint, readers_of
 from rkmate.graph.passes.tiles.cuts import EVEN, Band, Need, piece, shape_of, summand
 from rkmate.graph.passes.tiles.matching import Matcher
-from rkmate.graph.passes.tiles.region import readers_of
 from rkmate.graph.passes.tiles.rewrite import call_meta, item_of, late_nodes, put_in_order
 from rkmate.graph.passes.tiles.stretch import (
     Key,

@@ -15,7 +15,7 @@ from torch import fx
 
 from rkmate.graph.passes.node_calls import OwnFunction
 from rkmate.graph.passes.tiles import source
-from rkmate.graph.passes.tiles.source import Give
+from rkmate.graph.passes.tiles.source import Give, Result
 from rkmate.graph.passes.tiles.steps import peak_bytes
 from rkmate.ir.calls import Writer
 from rkmate.support.generated import load
@@ -27,6 +27,8 @@ class InTiles(OwnFunction):
 
     parts: int
     """The number of tiles."""
+    gives: tuple[Result, ...]
+    """The results."""
 
     @abstractmethod
     def graphs(self) -> Iterator[tuple[fx.Graph, int]]:
@@ -41,9 +43,23 @@ class InTiles(OwnFunction):
         """Return the most bytes in addition to the results: of one tile, and of sums in another type than
         their result's. `inside`: the temporaries of an operation of a tile."""
 
-    @abstractmethod
+    @functools.cached_property
+    def text(self) -> str:
+        """The generated function under its own name; equal for equal computations."""
+        return self.function(self.name)
+
     def sum_bytes(self, *, apart: bool = False) -> int:
         """Return the bytes of the sums. `apart`: only of sums in another type than their result's."""
+        return sum(math.prod(g.shape) * g.sums_in.itemsize for g in self.gives
+                   if g.is_sum and (not apart or g.sums_in != g.dtype))
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Return tensors like the results."""
+        return tuple(torch.empty(g.shape, dtype=g.dtype, device=g.device) for g in self.gives)
+
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        result: tuple[torch.Tensor, ...] = _compiled(self.text, self.name)(*args)
+        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +93,6 @@ class Tiled(InTiles):
         """Rows of a tile; the last one may have fewer."""
         return -(-self.rows // self.parts)
 
-    @functools.cached_property
-    def text(self) -> str:
-        """The generated function under its own name; equal for equal computations."""
-        return self.function(self.name)
-
     def function(self, name: str, write: Writer = Writer()) -> str:
         """Return the generated function under another name. `write`: what its operations are written with."""
         return source.function(self, name, write)
@@ -109,19 +120,6 @@ class Tiled(InTiles):
         """Return the most bytes in addition to the results: of one tile, and of sums in another type than
         their result's. `inside`: the temporaries of an operation of a tile."""
         return peak_bytes(self.graph, [*source.products(self).values()], inside) + self.sum_bytes(apart=True)
-
-    def sum_bytes(self, *, apart: bool = False) -> int:
-        """Return the bytes of the sums. `apart`: only of sums in another type than their result's."""
-        return sum(math.prod(g.shape) * g.sums_in.itemsize for g in self.gives
-                   if not g.lead and (not apart or g.sums_in != g.dtype))
-
-    def values(self) -> tuple[torch.Tensor, ...]:
-        """Return tensors like the results."""
-        return tuple(torch.empty(g.shape, dtype=g.dtype, device=g.device) for g in self.gives)
-
-    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        result: tuple[torch.Tensor, ...] = compiled(self.text, self.name)(*args)
-        return result
 
     def __repr__(self) -> str:
         return f"{self.name}({self.rows} rows in {self.parts} parts)"
@@ -156,8 +154,7 @@ def _at_rows(tiled: Tiled, step: int) -> fx.Graph:
 
 
 @functools.lru_cache(maxsize=256)
-def compiled(text: str, name: str) -> Callable[..., Any]:
-    """Return the function of a generated text."""
+def _compiled(text: str, name: str) -> Callable[..., Any]:
     made: Callable[..., Any] = load(
         text, f"<{name}>", {"torch": torch, "aten": torch.ops.aten, "rkmate": torch.ops.rkmate})[name]
     return made

@@ -14,9 +14,9 @@ from torch import fx
 
 from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes.cleanup import drop_dead
-from rkmate.graph.passes.joint import Joint
+from rkmate.graph.passes.joint import Joint, makers_of, readers_of
 from rkmate.graph.passes.lean import is_wide
-from rkmate.graph.passes.tiles.region import Region, grow, is_linear, makers_of, readers_of, seeds_of
+from rkmate.graph.passes.tiles.region import Region, grow, is_linear, seeds_of
 from rkmate.graph.passes.tiles.rewrite import default_parts, in_groups, late_nodes, tile
 from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Tile, emit, emit_sum, shape_of
 from rkmate.torch_seam.nodes import VALUE, is_backward
