@@ -7,12 +7,14 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 LIMIT = 240.0
 """Seconds after which both ranks are killed."""
@@ -59,3 +61,20 @@ def _rank(rank: int, module: str, folder: str, patience: float) -> None:
         if "failed" in found:
             break               # the other rank may be anywhere now
     os._exit(0)                 # no destructor of the group waits for the other rank
+
+
+def steps(call: Callable[..., torch.Tensor], owner: nn.Module, inputs: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the losses and the gradients of steps, one for each input. `owner`: of the parameters."""
+    found = []
+    for x in inputs:
+        owner.zero_grad()
+        loss = call(x)
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in owner.parameters() if p.grad is not None)]
+    owner.zero_grad()
+    return found
+
+
+def are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Return whether a loss and gradients, or more of them, have the same bits."""
+    return len(some) == len(others) > 2 and all(map(torch.equal, some, others))

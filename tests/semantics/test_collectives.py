@@ -26,7 +26,7 @@ from rkmate.ilp import OptionSettings
 from rkmate.measure.runs import Timings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, found_by_ranks
+from tests.semantics.ranks import Found, are_equal, found_by_ranks, steps
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -240,18 +240,7 @@ def _data(rank: int, step: int = 0) -> torch.Tensor:
 
 
 def _steps(model: nn.Module, rank: int) -> list[torch.Tensor]:
-    """Losses and gradients of three steps."""
-    found = []
-    for step in range(3):
-        loss = model(_data(rank, step))
-        loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-        model.zero_grad()
-    return found
-
-
-def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return len(some) == len(others) > 1 and all(map(torch.equal, some, others))
+    return steps(model, model, (_data(rank, step) for step in range(3)))
 
 
 def _caught(call: Callable[[], Any]) -> tuple[str, str]:
@@ -281,7 +270,7 @@ def _refused(rank: int, turn: int, way: Way, opaque: bool) -> dict[str, Any]:
         [dict(m.__dict__) for m in model.modules()] == before[1] and \
         torch.equal(torch.get_rng_state(), before[2]) and all(p.grad is None for p in model.parameters())
     return {"error": error, "left as it was": left,
-            "trains as before": _equal(_steps(model, rank), _steps(_Net(way, opaque), rank))}
+            "trains as before": are_equal(_steps(model, rank), _steps(_Net(way, opaque), rank))}
 
 
 def _planned(rank: int, way: Way) -> dict[str, Any]:
@@ -293,7 +282,7 @@ def _planned(rank: int, way: Way) -> dict[str, Any]:
     first, second = [], []
     counts = _exchanges(lambda: first.extend(_steps(planned, rank))), \
         _exchanges(lambda: second.extend(_steps(_Net(way), rank)))
-    return {"equal": _equal(first, second), "exchanges": counts, "schedules": _all(planned.plan.schedule)}
+    return {"equal": are_equal(first, second), "exchanges": counts, "schedules": _all(planned.plan.schedule)}
 
 
 def _exchanges(work: Callable[[], Any]) -> dict[str, int]:
@@ -365,14 +354,8 @@ def _another_shape(rank: int) -> dict[str, Any]:
     equal = []
     for rows in (64, 48, 80):
         x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rank))
-        results = []
-        for run, owner in ((planned, model), (plain := _Net(_detached), plain)):
-            owner.zero_grad()
-            loss = run(x)
-            loss.backward()
-            results.append([loss.detach(), *(p.grad.clone() for p in owner.parameters()
-                                             if p.grad is not None)])
-        equal.append(_equal(*results))
+        plain = _Net(_detached)
+        equal.append(are_equal(steps(planned, model, [x]), steps(plain, plain, [x])))
     other = _Net(_detached) if rank == 0 else _Net(_from_first)
     error = _caught(lambda: rkmate.wrap(other, (_data(rank),), budget=0.7, progress=False,
                                         settings=Settings(**QUICK)))  # type: ignore[arg-type]
@@ -397,14 +380,14 @@ def _applied(rank: int) -> dict[str, Any]:
     found = _steps(model, rank)
     plans = [shown.plan for n in names if (shown := rkmate.applied(model.get_submodule(n))) is not None]
     return {"error": error, "names": names, "planned": len([p for p in plans if p is not None]),
-            "equal": _equal(found, _steps(_Net(_objects), rank))}
+            "equal": are_equal(found, _steps(_Net(_objects), rank))}
 
 
 def _by_parts(rank: int, way: Way) -> dict[str, Any]:
     """What no plan can hold runs as it is, and the rest of the model is planned."""
     model = _Net(way)
     rkmate.apply(model, budget=1.0, progress=False, settings=Settings(**QUICK))  # type: ignore[arg-type]
-    return {"equal": _equal(_steps(model, rank), _steps(_Net(way), rank))}
+    return {"equal": are_equal(_steps(model, rank), _steps(_Net(way), rank))}
 
 
 def _shared(rank: int) -> dict[str, Any]:
@@ -420,7 +403,7 @@ def _replicated(rank: int) -> dict[str, Any]:
     """What exchanges gradients around a planned forward is no part of it."""
     planned = rkmate.wrap(_Net(torch.tanh), (_data(rank),), budget=1.0, progress=False,
                           settings=Settings(**QUICK))  # type: ignore[arg-type]
-    return {"equal": _equal(_steps(DistributedDataParallel(planned), rank),
+    return {"equal": are_equal(_steps(DistributedDataParallel(planned), rank),
                             _steps(DistributedDataParallel(_Net(torch.tanh)), rank))}
 
 
@@ -430,7 +413,7 @@ def _in_groups_of_one(rank: int) -> dict[str, Any]:
     model = _Net(_by_itself)
     planned = rkmate.wrap(model, (_data(rank),), budget=1.0, progress=False,
                           settings=Settings(**QUICK))  # type: ignore[arg-type]
-    return {"equal": _equal(_steps(planned, rank), _steps(_Net(_by_itself), rank))}
+    return {"equal": are_equal(_steps(planned, rank), _steps(_Net(_by_itself), rank))}
 
 
 REFUSED: dict[str, tuple[Way, bool]] = {

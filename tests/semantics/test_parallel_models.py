@@ -17,7 +17,7 @@ import rkmate
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, found_by_ranks
+from tests.semantics.ranks import Found, are_equal, found_by_ranks, steps
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -63,17 +63,7 @@ def _caught(call: Callable[[], Any]) -> tuple[str, str, int]:
 
 
 def _steps(call: Callable[..., torch.Tensor], parameters: nn.Module, rank: int) -> list[torch.Tensor]:
-    found = []
-    for _ in range(2):
-        loss = call(_data(rank))
-        loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in parameters.parameters() if p.grad is not None)]
-        parameters.zero_grad()
-    return found
-
-
-def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return len(some) == len(others) > 2 and all(map(torch.equal, some, others))
+    return steps(call, parameters, [_data(rank)] * 2)
 
 
 def _replicas(rank: int) -> dict[str, Any]:
@@ -84,7 +74,7 @@ def _replicas(rank: int) -> dict[str, Any]:
     mine = _steps(ddp, ddp, rank)
     plain = DistributedDataParallel(_Net())
     return {**found, "planned": rkmate.applied(ddp.module).has_plan,         # type: ignore[union-attr]
-            "equal": _equal(mine, _steps(plain, plain, rank))}
+            "equal": are_equal(mine, _steps(plain, plain, rank))}
 
 
 def _distributed_input(rank: int) -> dict[str, Any]:
@@ -168,7 +158,7 @@ def _flat_like_the_original(rank: int) -> dict[str, Any]:
         return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
 
     planned, plain = flat(rkmate.wrap(_Net(), (_data(rank),), **CHOSEN)), flat(_Net())
-    return {"equal": _equal(_steps(planned, planned, rank), _steps(plain, plain, rank))}
+    return {"equal": are_equal(_steps(planned, planned, rank), _steps(plain, plain, rank))}
 
 
 def _llama(rank: int) -> dict[str, Any]:
@@ -193,7 +183,7 @@ def _llama(rank: int) -> dict[str, Any]:
     plain, planned = made(), rkmate.apply(made(), **CHOSEN)
     found = [_steps(loss(net), net, rank) for net in (plain, planned)]
     whole = [[getattr(t, "full_tensor", lambda t=t: t)() for t in some] for some in found]
-    return {"equal": _equal(*whole), "planned": [
+    return {"equal": are_equal(*whole), "planned": [
         rkmate.applied(layer) is not None for layer in planned.model.layers]}
 
 

@@ -16,7 +16,7 @@ from rkmate import device as devices
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, found_by_ranks
+from tests.semantics.ranks import Found, are_equal, found_by_ranks
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -93,10 +93,6 @@ def _steps(run: Callable[..., torch.Tensor], owner: nn.Module, kind: str, rank: 
     return found
 
 
-def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return len(some) == len(others) > 2 and all(map(torch.equal, some, others))
-
-
 def _schedules(plan: rkmate.Plan | None) -> bool:
     assert plan is not None
     found: list[Any] = [None, None]
@@ -111,13 +107,13 @@ def _wrapped(rank: int, kind: str) -> dict[str, Any]:
     plain = _parallel(_Net(), kind)
     mine, theirs = _steps(run, net, kind, rank), _steps(plain, plain, kind, rank)
     kinds = [type(run(_data(kind, rank))).__name__, type(plain(_data(kind, rank))).__name__]
-    return {"equal": _equal(mine, theirs), "one plan": same, "kinds": kinds}
+    return {"equal": are_equal(mine, theirs), "one plan": same, "kinds": kinds}
 
 
 def _applied(rank: int) -> dict[str, Any]:
     net, plain = _parallel(_Net(), "tensor"), _parallel(_Net(), "tensor")
     rkmate.apply(net, **CHOSEN)
-    equal = _equal(_steps(net, net, "tensor", rank), _steps(plain, plain, "tensor", rank))
+    equal = are_equal(_steps(net, net, "tensor", rank), _steps(plain, plain, "tensor", rank))
     shown = rkmate.applied(net)
     assert shown is not None
     return {"equal": equal, "one plan": _schedules(shown.plan)}
@@ -128,7 +124,7 @@ def _later(rank: int) -> dict[str, Any]:
     net, plain = _Net(), _parallel(_Net(), "tensor")
     run = rkmate.wrap(net, (_data("tensor", rank),), **CHOSEN)
     _parallel(net, "tensor")
-    return {"equal": _equal(_steps(run, net, "tensor", rank), _steps(plain, plain, "tensor", rank))}
+    return {"equal": are_equal(_steps(run, net, "tensor", rank), _steps(plain, plain, "tensor", rank))}
 
 
 def _peak(rank: int) -> dict[str, Any]:
