@@ -232,6 +232,11 @@ class Prepared:
         """Of the step of as many calls as the settings say, without rematerialization."""
         return self.peak(self.whole, self.settings.calls)
 
+    @property
+    def own_peak(self) -> int:
+        """Bytes of the step without rematerialization, with what is in memory next to it."""
+        return self.baseline_peak + self.beside
+
     @functools.cached_property
     def as_checkpointed(self) -> AsCheckpointed | None:
         """The simulator's verdict on the step as the program checkpoints it; None where it does not."""
