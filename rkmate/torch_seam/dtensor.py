@@ -54,6 +54,11 @@ def local_part(tensor: Any) -> torch.Tensor:
     return found
 
 
+def bytes_held(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor that this rank holds: of a DTensor, those of its local part."""
+    return (local_part(tensor.detach()) if is_dtensor(tensor) else tensor).nbytes
+
+
 # -- While a model is traced --------------------------------------------------------------------
 #
 # A trace takes the local parts of parameters as plain tensors, and the forward makes DTensors of them: what
