@@ -103,6 +103,22 @@ class _Unchanged(torch.autograd.Function):
         return grad * 3
 
 
+class _RoundedRow(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.saved_tensors[0].abs().lt(3)
+
+
 class _RunsModule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -131,6 +147,9 @@ class _Model(nn.Module):
 
     def rounded(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return _Rounded.apply(h * 3)  # type: ignore[no-any-return]
+
+    def mapped(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(_RoundedRow.apply)(h * 3)  # type: ignore[no-any-return]
 
     def two_results(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         product, total = _TwoResults.apply(h, self.b(x))
@@ -197,8 +216,9 @@ class _Model(nn.Module):
         return h
 
 
-KINDS = ("reversed", "rounded", "two_results", "in_place", "weighted", "masked", "unchanged", "constant",
-         "without_gradient", "mixed_precision", "without_reentrance", "checkpointed_without_gradient",
+KINDS = ("reversed", "rounded", "mapped", "two_results", "in_place", "weighted", "masked", "unchanged",
+         "constant", "without_gradient", "mixed_precision", "without_reentrance",
+         "checkpointed_without_gradient",
          "called_directly", "checkpointed")
 
 

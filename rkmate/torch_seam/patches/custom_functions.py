@@ -24,6 +24,8 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
+from torch._functorch.autograd_function import CustomFunctionHigherOrderOperator
+from torch._functorch.pyfunctorch import dispatch_functorch
 from torch.autograd.function import BackwardCFunction, FunctionMeta
 from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import CheckpointFunction
@@ -34,7 +36,7 @@ from rkmate.torch_seam.containers import attributes_in, objects_in, pytree
 from rkmate.torch_seam.patches.autograd import region
 from rkmate.torch_seam.schema import HigherOrderOperator
 from rkmate.torch_seam.tensors import version_of
-from rkmate.torch_seam.trace import several_ranks
+from rkmate.torch_seam.trace import inside_transform, several_ranks
 
 T = TypeVar("T")
 
@@ -121,8 +123,16 @@ def kept_whole() -> Iterator[None]:
         return _recording(cls, value) if called else value
 
     with mock.patch.object(FunctionMeta, "__getattribute__", attribute), \
+            mock.patch.object(CustomFunctionHigherOrderOperator, "__call__", _under_transforms), \
             mock.patch.object(torch.Tensor, "register_hook", _refusing(torch.Tensor.register_hook)):
         yield
+
+
+def _under_transforms(operator: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a custom function under a transform (vmap), whose rule comes before the modes of an export. Torch
+    asks the modes first, which have no rule for such calls."""
+    return dispatch_functorch(operator, (function, *args), kwargs) if inside_transform() else \
+        function.apply(*args, **kwargs)
 
 
 def _run_through(run: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
@@ -152,7 +162,9 @@ def _recording(cls: type[torch.autograd.Function], forward: Callable[..., Any]) 
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         context = args[:takes_context]
-        if torch.is_grad_enabled() or not all(isinstance(c, BackwardCFunction) for c in context):
+        # Under vmap, torch makes a function of all rows, which is recorded; this one runs inside of it.
+        if torch.is_grad_enabled() or inside_transform() or not all(
+                isinstance(c, BackwardCFunction) for c in context):
             return forward(*args, **kwargs)
         return _recorded(cls, forward, context, args[takes_context:], kwargs)
     return recording
