@@ -68,6 +68,11 @@ def placements_of(model: nn.Module) -> dict[str, int]:
     return dict(found)
 
 
+def bytes_held(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor that this rank holds: of a DTensor, those of its local part."""
+    return (local_part(tensor.detach()) if is_dtensor(tensor) else tensor).nbytes
+
+
 # -- While a model is traced --------------------------------------------------------------------
 #
 # A trace takes the local parts of parameters as plain tensors, and the forward makes DTensors of them: what

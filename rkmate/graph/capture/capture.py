@@ -57,7 +57,15 @@ from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError
 from rkmate.torch_seam.patches.features import INNER, check_once
 from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW, ChecksByValue
 from rkmate.torch_seam.tensors import FakeTensor, storage_id
-from rkmate.torch_seam.trace import Role, export_joint, graphs_without_code, load, quiet, role_of
+from rkmate.torch_seam.trace import (
+    Role,
+    export_joint,
+    graphs_without_code,
+    load,
+    quiet,
+    role_of,
+    said_to_export,
+)
 from rkmate.torch_seam.versions import is_off
 
 # -- A captured step -------------------------------------------------------------------------------
@@ -350,6 +358,17 @@ def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],
     return program
 
 
+def _joint_of_distributed(flat: _Flat, tensors: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """Return the joint graph of a model with DTensor parameters, which is traced without an export, in the
+    first way in which that succeeds."""
+    *ways, last = ways_to_export(flat.model, direct=True)
+    for way in ways:
+        with contextlib.suppress(Exception), said_to_export(), way():
+            return export_joint(flat, tensors, WRITTEN_ANEW)
+    with said_to_export(), last():
+        return export_joint(flat, tensors, WRITTEN_ANEW)
+
+
 def _capture(model: nn.Module, args: tuple[Any, ...],
              kwargs: dict[str, Any]) -> tuple[Capture, Sequence[Assigned]]:
     """Return the capture of a forward that asks for no values; else, where it asks for those of its inputs,
@@ -389,7 +408,8 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         program = None
         try:
             program = _export(flat, tuple(tensors), values)
-            module = export_joint(program, tensors, WRITTEN_ANEW)
+            module = _joint_of_distributed(flat, tensors) if local_names() else \
+                export_joint(program, tensors, WRITTEN_ANEW)
             structure = flat.found.structure
             assert structure is not None
         except (ClosedOverError, OwnBackwardError) as error:
