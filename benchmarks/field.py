@@ -16,7 +16,7 @@ The outcome is
 
 Rows are appended to ``--rows FILE`` (JSON, one row a line; benchmarks/field.jsonl unless given): what is
 there is not run again. ``--write`` makes docs/field.md of that file. The scenarios are rows of a table
-(`field_scenarios.py`, `field_architectures.py`).
+(`field_scenarios.py`, `field_architectures.py`, `field_newer.py`).
 
 Usage: python benchmarks/field.py --libraries torch peft --names llama
 """
@@ -41,6 +41,7 @@ from pathlib import Path
 import torch
 from beside import add_row, read_rows
 from field_architectures import SCENARIOS as MORE
+from field_newer import SCENARIOS as NEWER
 from field_scenarios import SCENARIOS as FIRST
 from field_scenarios import Scenario, Task
 from peers import DOCS
@@ -49,7 +50,7 @@ import rkmate
 from rkmate.measure.step import measure_step
 
 PAGE, ROWS = DOCS / "field.md", Path(__file__).with_name("field.jsonl")
-SCENARIOS = tuple(sorted((*FIRST, *MORE), key=lambda s: [r.library for r in FIRST].index(s.library)
+SCENARIOS = tuple(sorted((*FIRST, *MORE, *NEWER), key=lambda s: [r.library for r in FIRST].index(s.library)
                          if any(r.library == s.library for r in FIRST) else len(FIRST)))
 STEPS = 3
 """Training steps of each of the two runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -186,15 +187,18 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.rows[number], "labels": self.rows[number]}
 
 
-def _llama() -> Any:
+def llama() -> Any:
+    """A Llama with random weights."""
     return made("LlamaForCausalLM", "Llama", DECODER)
 
 
-def _step_of(model: Any) -> Task:
+def step_of(model: Any) -> Task:
+    """A step that calls a language model."""
     return calling(model, BATCHES["labelled"]())
 
 
-def _losses(trainer: Any) -> list[float]:
+def losses_of(trainer: Any) -> list[float]:
+    """Train, and return the losses."""
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -209,14 +213,15 @@ def _trainer(**options: Any) -> Task:
 
     def train(model: Any) -> list[float]:
         arguments = transformers.TrainingArguments(tempfile.mkdtemp(), **{**COMMON, **options})
-        return _losses(transformers.Trainer(model, arguments, train_dataset=rows))
+        return losses_of(transformers.Trainer(model, arguments, train_dataset=rows))
     rows = Rows()
-    task = _step_of(_llama())
+    task = step_of(llama())
     task.train = train
     return task
 
 
-def _tokenizer() -> Any:
+def tokenizer() -> Any:
+    """A tokenizer of words."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -227,32 +232,36 @@ def _tokenizer() -> Any:
                                                 bos_token="<s>", unk_token="<unk>")
 
 
-def _text(length: int = 12) -> str:
+def text_of(length: int = 12) -> str:
+    """A sentence."""
     return " ".join(f"w{i}" for i in torch.randint(0, WORDS - 4, (length,)).tolist())
 
 
-def _trl(kind: str, columns: Callable[[], dict[str, Any]], make: Callable[[], Any] = _llama,
-         **options: Any) -> Task:
+def trl_task(kind: str, columns: Callable[[], dict[str, Any]], make: Callable[[], Any] = llama,
+             library: str = "trl", **options: Any) -> Task:
+    """A model that a trainer of trl trains. `library`: the module that has the trainer."""
     import datasets
-    import trl
 
     def train(model: Any) -> list[float]:
+        trl = importlib.import_module(library)
         arguments = getattr(trl, f"{kind}Config")(tempfile.mkdtemp(), **{
             **COMMON, "gradient_checkpointing": False, "bf16": False, **options})
-        return _losses(getattr(trl, f"{kind}Trainer")(
-            model=model, args=arguments, train_dataset=data, processing_class=_tokenizer()))
+        return losses_of(getattr(trl, f"{kind}Trainer")(
+            model=model, args=arguments, train_dataset=data, processing_class=tokenizer()))
     data = datasets.Dataset.from_list([columns() for _ in range(12)])
-    task = _step_of(make())
+    task = step_of(make())
     task.train = train
     return task
 
 
-def _written() -> dict[str, Any]:
-    return {"text": _text()}
+def written() -> dict[str, Any]:
+    """A row of text."""
+    return {"text": text_of()}
 
 
-def _preferred() -> dict[str, Any]:
-    return {"prompt": _text(6), "chosen": " " + _text(6), "rejected": " " + _text(6)}
+def preferred() -> dict[str, Any]:
+    """A row of two answers."""
+    return {"prompt": text_of(6), "chosen": " " + text_of(6), "rejected": " " + text_of(6)}
 
 
 def _lightning() -> Task:
@@ -308,7 +317,8 @@ def _accelerate(**options: Any) -> Task:
                 lambda m: F.cross_entropy(m(x[:32]), y[:32]), train=train)
 
 
-def _sentences(loss: str, columns: tuple[str, ...]) -> Task:
+def sentences_task(loss: str, columns: tuple[str, ...], **options: Any) -> Task:
+    """A model of sentences that a trainer trains. `options`: of the loss."""
     import datasets
     import sentence_transformers as st
     from sentence_transformers import losses
@@ -316,17 +326,17 @@ def _sentences(loss: str, columns: tuple[str, ...]) -> Task:
     from transformers import BertConfig, BertModel
 
     folder = tempfile.mkdtemp()
-    _tokenizer().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     BertModel(BertConfig(**ENCODER)).save_pretrained(folder)
     model = st.SentenceTransformer(modules=[modules.Transformer(folder, max_seq_length=32),
                                             modules.Pooling(32)], device="cpu")
-    data = datasets.Dataset.from_list([{c: _text() for c in columns} for _ in range(12)])
+    data = datasets.Dataset.from_list([{c: text_of() for c in columns} for _ in range(12)])
     words = ids(12)
 
     def train(model: Any) -> list[float]:
         arguments = st.SentenceTransformerTrainingArguments(tempfile.mkdtemp(), **COMMON)
-        found = getattr(losses, loss)(model)
-        return _losses(st.SentenceTransformerTrainer(model, arguments, train_dataset=data, loss=found))
+        found = getattr(losses, loss)(model, **options)
+        return losses_of(st.SentenceTransformerTrainer(model, arguments, train_dataset=data, loss=found))
 
     def step(m: Any) -> torch.Tensor:
         given = {"input_ids": words, "attention_mask": torch.ones_like(words)}
@@ -366,33 +376,34 @@ def _preferences() -> Task:
     return Task(model, step)
 
 
-def _training(library: str, name: str, lines: str, make: Callable[[], Task], *needs: str,
+def training(library: str, name: str, lines: str, make: Callable[[], Task], *needs: str,
               **others: Any) -> Scenario:
+    """A scenario that a library trains."""
     return Scenario(library, name, lines, make, (library, *needs), **others)
 
 
 TRAINERS = (
-    _training("transformers", "trainer", "model", _trainer),
-    _training("transformers", "trainer, accumulation", "model", lambda: _trainer(
+    training("transformers", "trainer", "model", _trainer),
+    training("transformers", "trainer, accumulation", "model", lambda: _trainer(
         gradient_accumulation_steps=2, per_device_train_batch_size=2)),
-    _training("transformers", "trainer, checkpointing", "model", lambda: _trainer(
+    training("transformers", "trainer, checkpointing", "model", lambda: _trainer(
         gradient_checkpointing=True)),
-    _training("transformers", "trainer, bf16", "model", lambda: _trainer(bf16=True), budget=0.8),
-    _training("trl", "sft", "model", lambda: _trl("SFT", _written, max_length=24), "datasets"),
-    _training("trl", "sft, packed", "model", lambda: _trl("SFT", _written, max_length=24, packing=True),
+    training("transformers", "trainer, bf16", "model", lambda: _trainer(bf16=True), budget=0.8),
+    training("trl", "sft", "model", lambda: trl_task("SFT", written, max_length=24), "datasets"),
+    training("trl", "sft, packed", "model", lambda: trl_task("SFT", written, max_length=24, packing=True),
               "datasets", budget=0.8),
-    _training("trl", "dpo", "get_peft_model(model, LoraConfig(...))", lambda: _trl(
-        "DPO", _preferred, adapted_llama, max_length=24), "datasets", "peft"),
-    _training("trl", "dpo by hand", "get_peft_model(model, LoraConfig(...))", _preferences, "peft"),
-    _training("lightning", "a network inside", "module", _lightning),
-    _training("accelerate", "prepared", "model", _accelerate),
-    _training("accelerate", "prepared, accumulation", "model", lambda: _accelerate(
+    training("trl", "dpo", "get_peft_model(model, LoraConfig(...))", lambda: trl_task(
+        "DPO", preferred, adapted_llama, max_length=24), "datasets", "peft"),
+    training("trl", "dpo by hand", "get_peft_model(model, LoraConfig(...))", _preferences, "peft"),
+    training("lightning", "a network inside", "module", _lightning),
+    training("accelerate", "prepared", "model", _accelerate),
+    training("accelerate", "prepared, accumulation", "model", lambda: _accelerate(
         gradient_accumulation_steps=2)),
-    *(_training("sentence_transformers", name, "model", lambda loss=loss, columns=columns: _sentences(  # type: ignore[misc]
+    *(training("sentence_transformers", name, "model", lambda loss=loss, columns=columns: sentences_task(  # type: ignore[misc]
         loss, columns), "datasets", budget=0.8) for name, loss, columns in (
         ("two columns", "MultipleNegativesRankingLoss", ("anchor", "positive")),
         ("three columns", "TripletLoss", ("anchor", "positive", "negative")))),
-    _training("torch", "a moving average", "model", _averaged),
+    training("torch", "a moving average", "model", _averaged),
 )
 
 SCENARIOS: tuple[Scenario, ...] = (*(_architecture(*row) for row in ARCHITECTURES), *TRAINERS)

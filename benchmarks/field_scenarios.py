@@ -195,7 +195,8 @@ def _loss_outside(model: Any, batch: dict[str, Any]) -> Task:
     return Task(model, lambda m: F.cross_entropy(m(**given).logits.flatten(0, 1), labels.flatten()))
 
 
-def _by_features(model: Any, batch: dict[str, Any]) -> Task:
+def by_features(model: Any, batch: dict[str, Any]) -> Task:
+    """A step of contrast by the methods of the two towers."""
     def features(output: Any) -> torch.Tensor:
         return output if isinstance(output, torch.Tensor) else output.pooler_output
 
@@ -275,7 +276,7 @@ TRANSFORMERS = (
                  **DETR, "backbone_config": _backbone()}), BATCHES["boxes"]()),
              ("transformers", "scipy"), 0.8),
     _hf("clip", "CLIPModel", "CLIP", TOWERS, "contrast"),
-    _hf("clip, by methods", "CLIPModel", "CLIP", TOWERS, "contrast", step=_by_features),
+    _hf("clip, by methods", "CLIPModel", "CLIP", TOWERS, "contrast", step=by_features),
     _hf("whisper", "WhisperForConditionalGeneration", "Whisper", WHISPER, "spectrum"),
     _hf("whisper, layer drop", "WhisperForConditionalGeneration", "Whisper", {
         **WHISPER, "encoder_layerdrop": 0.2, "decoder_layerdrop": 0.2, "apply_spec_augment": True,
@@ -306,8 +307,9 @@ def adapted_llama() -> Any:
         task_type="CAUSAL_LM", r=4, **TARGETS)).train()
 
 
-def _adapted(name: str, config: str, options: dict[str, Any], change: Callable[[Any], Any] | None = None,
+def adapted(name: str, config: str, options: dict[str, Any], change: Callable[[Any], Any] | None = None,
              **others: Any) -> Scenario:
+    """A Llama with adapters."""
     def make() -> Task:
         import peft
 
@@ -329,31 +331,32 @@ def _for_adapters(model: Any) -> None:
 
 TARGETS = {"target_modules": ["q_proj", "v_proj"]}
 PEFT = (
-    _adapted("lora", "LoraConfig", {"r": 4, **TARGETS}),
-    _adapted("lora, dropout", "LoraConfig", {"r": 4, "lora_dropout": 0.1, **TARGETS}),
-    _adapted("lora, checkpointing", "LoraConfig", {"r": 4, **TARGETS}, _for_adapters, budget=1.0),
-    _adapted("dora", "LoraConfig", {"r": 4, "use_dora": True, **TARGETS}),
-    _adapted("alora", "LoraConfig", {"r": 4, "alora_invocation_tokens": [5, 6], **TARGETS}),
-    _adapted("alora, checkpointing", "LoraConfig", {"r": 4, "alora_invocation_tokens": [5, 6], **TARGETS},
+    adapted("lora", "LoraConfig", {"r": 4, **TARGETS}),
+    adapted("lora, dropout", "LoraConfig", {"r": 4, "lora_dropout": 0.1, **TARGETS}),
+    adapted("lora, checkpointing", "LoraConfig", {"r": 4, **TARGETS}, _for_adapters, budget=1.0),
+    adapted("dora", "LoraConfig", {"r": 4, "use_dora": True, **TARGETS}),
+    adapted("alora", "LoraConfig", {"r": 4, "alora_invocation_tokens": [5, 6], **TARGETS}),
+    adapted("alora, checkpointing", "LoraConfig", {"r": 4, "alora_invocation_tokens": [5, 6], **TARGETS},
              _for_adapters, budget=1.0),
-    _adapted("lora, modules to save", "LoraConfig", {"r": 4, "modules_to_save": ["lm_head"], **TARGETS}),
-    _adapted("adalora", "AdaLoraConfig", {"total_step": 10, "tinit": 1, "tfinal": 2, **TARGETS}),
-    _adapted("loha", "LoHaConfig", {"r": 4, **TARGETS}, budget=0.9),
-    _adapted("lokr", "LoKrConfig", {"r": 4, **TARGETS}, budget=0.9),
-    _adapted("ia3", "IA3Config", {**TARGETS, "feedforward_modules": []}),
-    _adapted("vera", "VeraConfig", {"r": 4, **TARGETS}),
-    _adapted("oft", "OFTConfig", {"oft_block_size": 8, **TARGETS}, budget=0.9),
-    _adapted("boft", "BOFTConfig", {"boft_block_size": 8, **TARGETS}, budget=0.9),
-    _adapted("prefix tuning", "PrefixTuningConfig", {"num_virtual_tokens": 4}),
-    _adapted("prompt tuning", "PromptTuningConfig", {"num_virtual_tokens": 4}),
+    adapted("lora, modules to save", "LoraConfig", {"r": 4, "modules_to_save": ["lm_head"], **TARGETS}),
+    adapted("adalora", "AdaLoraConfig", {"total_step": 10, "tinit": 1, "tfinal": 2, **TARGETS}),
+    adapted("loha", "LoHaConfig", {"r": 4, **TARGETS}, budget=0.9),
+    adapted("lokr", "LoKrConfig", {"r": 4, **TARGETS}, budget=0.9),
+    adapted("ia3", "IA3Config", {**TARGETS, "feedforward_modules": []}),
+    adapted("vera", "VeraConfig", {"r": 4, **TARGETS}),
+    adapted("oft", "OFTConfig", {"oft_block_size": 8, **TARGETS}, budget=0.9),
+    adapted("boft", "BOFTConfig", {"boft_block_size": 8, **TARGETS}, budget=0.9),
+    adapted("prefix tuning", "PrefixTuningConfig", {"num_virtual_tokens": 4}),
+    adapted("prompt tuning", "PromptTuningConfig", {"num_virtual_tokens": 4}),
 )
 
 
 # -- diffusers -------------------------------------------------------------------------------------
 
 
-def _denoised(name: str, model: str, options: dict[str, Any], inputs: Callable[[], dict[str, Any]],
+def denoised(name: str, model: str, options: dict[str, Any], inputs: Callable[[], dict[str, Any]],
               **others: Any) -> Scenario:
+    """A model of diffusers, and its squared outputs."""
     def make() -> Task:
         import diffusers
 
@@ -375,7 +378,8 @@ def _noise(channels: int = 4, size: int = 16) -> torch.Tensor:
     return torch.randn(2, channels, size, size)
 
 
-def _coded() -> Task:
+def coded() -> Task:
+    """A step of a variational autoencoder by its two methods."""
     import diffusers
 
     x = _noise(3, 32)
@@ -401,28 +405,28 @@ def _controlled() -> Task:
 
 
 DIFFUSERS = (
-    _denoised("unet", "UNet2DModel", {
+    denoised("unet", "UNet2DModel", {
         **CHANNELS, "in_channels": 4, "out_channels": 4, "attention_head_dim": 8,
         "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
         "up_block_types": ("AttnUpBlock2D", "UpBlock2D")},
         lambda: {"sample": _noise(), "timestep": torch.tensor([3, 5])}),
-    _denoised("unet, conditioned", "UNet2DConditionModel", CONDITIONED,
+    denoised("unet, conditioned", "UNet2DConditionModel", CONDITIONED,
               lambda: {"sample": _noise(), "timestep": torch.tensor([3, 5]),
                        "encoder_hidden_states": torch.randn(2, 5, 16)}),
-    _denoised("dit", "DiTTransformer2DModel", {
+    denoised("dit", "DiTTransformer2DModel", {
         "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4,
         "num_layers": 3, "sample_size": 16, "patch_size": 2, "num_embeds_ada_norm": 10, "norm_num_groups": 1},
         lambda: {"hidden_states": _noise(), "timestep": torch.tensor([3, 5]),
                  "class_labels": torch.tensor([1, 2])}),
-    _denoised("sd3", "SD3Transformer2DModel", {
+    denoised("sd3", "SD3Transformer2DModel", {
         "sample_size": 16, "patch_size": 2, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8,
         "num_attention_heads": 4, "joint_attention_dim": 32, "caption_projection_dim": 32,
         "pooled_projection_dim": 16, "out_channels": 4},
         lambda: {"hidden_states": _noise(), "encoder_hidden_states": torch.randn(2, 6, 32),
                  "pooled_projections": torch.randn(2, 16), "timestep": torch.tensor([3, 5])}),
-    _denoised("vae", "AutoencoderKL", CODER, lambda: {"sample": _noise(3, 32)}),
-    Scenario("diffusers", "vae, by methods", "AutoencoderKL(...)", _coded, ("diffusers",)),
-    _denoised("vq", "VQModel", {**CODER, "latent_channels": 3, "num_vq_embeddings": 16},
+    denoised("vae", "AutoencoderKL", CODER, lambda: {"sample": _noise(3, 32)}),
+    Scenario("diffusers", "vae, by methods", "AutoencoderKL(...)", coded, ("diffusers",)),
+    denoised("vq", "VQModel", {**CODER, "latent_channels": 3, "num_vq_embeddings": 16},
               lambda: {"sample": _noise(3, 32)}, budget=0.9),
     Scenario("diffusers", "controlnet beside a frozen unet", "control", _controlled,
              ("diffusers",), 0.9),
@@ -651,15 +655,17 @@ TORCH = (
 # -- others ----------------------------------------------------------------------------------------
 
 
-def _net(library: str, module: str, name: str, lines: str, make: Callable[[Any], Task],
+def net(library: str, module: str, name: str, lines: str, make: Callable[[Any], Task],
          **others: Any) -> Scenario:
+    """A model of a library that may be absent. `make`: gets the module of that name."""
     def made() -> Task:
         return make(importlib.import_module(module))
     with_torchvision = ("torchvision",) if library in ("timm", "segmentation_models_pytorch") else ()
     return Scenario(library, name, lines, made, (module.split(".")[0], *with_torchvision), **others)
 
 
-def _graph(layer: Callable[[], Any]) -> Task:
+def graph(layer: Callable[[], Any]) -> Task:
+    """Three layers over a random graph."""
     x, edges = torch.randn(60, 16), torch.randint(0, 60, (2, 240))
 
     class Net(nn.Module):
@@ -675,7 +681,8 @@ def _graph(layer: Callable[[], Any]) -> Task:
     return Task(Net(), lambda m: F.mse_loss(m(x, edges), torch.zeros(60, 16)))
 
 
-def _volume(model: nn.Module) -> Task:
+def volume(model: nn.Module) -> Task:
+    """A network over a volume."""
     x = torch.randn(1, 1, 16, 16, 16)
 
     def step(m: Any) -> torch.Tensor:
@@ -695,19 +702,19 @@ TIMM: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("vit_tiny_patch16_224", 224, {"depth": 2}))
 
 OTHERS = (
-    *(_net("timm", "timm", name, f'timm.create_model("{name}")', functools.partial(
+    *(net("timm", "timm", name, f'timm.create_model("{name}")', functools.partial(
         _pictured, name=name, size=size, options=options), budget=0.8) for name, size, options in TIMM),
-    _net("torch_geometric", "torch_geometric.nn", "gcn", "GCN", lambda pyg: _graph(
+    net("torch_geometric", "torch_geometric.nn", "gcn", "GCN", lambda pyg: graph(
         lambda: pyg.GCNConv(16, 16)), budget=0.9),
-    _net("torch_geometric", "torch_geometric.nn", "gat", "GAT", lambda pyg: _graph(
+    net("torch_geometric", "torch_geometric.nn", "gat", "GAT", lambda pyg: graph(
         lambda: pyg.GATConv(16, 8, heads=2)), budget=0.9),
-    _net("torch_geometric", "torch_geometric.nn", "sage", "GraphSAGE", lambda pyg: _graph(
+    net("torch_geometric", "torch_geometric.nn", "sage", "GraphSAGE", lambda pyg: graph(
         lambda: pyg.SAGEConv(16, 16)), budget=0.9),
-    _net("monai", "monai.networks.nets", "unet", "UNet", lambda nets: _volume(nets.UNet(
+    net("monai", "monai.networks.nets", "unet", "UNet", lambda nets: volume(nets.UNet(
         3, 1, 2, (8, 16, 32), (2, 2), num_res_units=1)), budget=0.9),
-    _net("monai", "monai.networks.nets", "segresnet", "SegResNet", lambda nets: _volume(nets.SegResNet(
+    net("monai", "monai.networks.nets", "segresnet", "SegResNet", lambda nets: volume(nets.SegResNet(
         3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,))), budget=0.9),
-    _net("segmentation_models_pytorch", "segmentation_models_pytorch", "unet", "smp.Unet",
+    net("segmentation_models_pytorch", "segmentation_models_pytorch", "unet", "smp.Unet",
          lambda smp: _squared(smp.Unet("resnet18", encoder_weights=None), torch.randn(1, 3, 64, 64)),
          budget=0.9),
 )

@@ -300,6 +300,27 @@ def test_offload_s_table_has_a_line_for_each_method(on_the_path: None) -> None:
 
 
 @pytest.mark.slow
+def test_parts_are_measured_beside_checkpointed_layers(on_the_path: None) -> None:
+    import parts
+
+    rows = parts.Bench("retinanet", 1).rows()
+    assert [r.method for r in rows] == ["checkpoint", "0.6", "0.4"]
+    assert all(r.peak <= r.budget for r in rows) and all(r.time for r in rows)
+    assert rows[1].budget <= 0.6 and 0.8 < rows[1].planned < 1
+
+
+def test_a_line_of_parts_says_what_could_not_be_met(on_the_path: None) -> None:
+    import parts
+
+    rows = [parts.Row("vae", "checkpoint", 1.0, 0.418, 2.02, 0.0),
+            parts.Row("vae", "0.6", 0.6, 0.593, 1.01, 1.0),
+            parts.Row("vae", "0.4", 0.43, 0.421, None, 1.0), parts.Row("clip", "0.4", 0.4, 0.39, 1.0, 1.0)]
+    lines = parts.table(rows).splitlines()
+    assert len(lines) == 3 and {line.count("|") for line in lines} == {6}
+    assert lines[-1].endswith("| 100% | 41.8%, 2.02 times | 59.3%, 1.01 times | 42.1% (smallest: 43.0%) |")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are counted in /proc")
 def test_steps_are_measured_with_pages_that_stay(on_the_path: None) -> None:
     import pages

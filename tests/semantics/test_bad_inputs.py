@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -80,6 +81,14 @@ class _Sparse(nn.Linear):
         return torch.sparse.mm(self.weight.to_sparse(), x.T)
 
 
+class _Leaving(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        with ExitStack() as stack:
+            stack.callback(bool, x.sum() > 0)
+        return x
+
+
 class _Assigning(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.weight.data = 0.9 * self.weight.data
@@ -144,6 +153,7 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "an assertion": (C, r"or leave assertions out \(python -O\)", lambda: _wrap(_Asserting(8, 8))),
     "sparse intermediate": (C, "makes a tensor with the layout torch.sparse_coo", lambda: _wrap(
         _Sparse(8, 8))),
+    "a value at the end of a block": (C, r"with ExitStack\(\) as stack", lambda: _wrap(_Leaving(8, 8))),
     "data that is assigned": (C, "assigns to the .data of a tensor", lambda: _wrap(_Assigning(8, 8))),
     "another thread": (C, "compute in the thread of the caller", lambda: _wrap(_Threaded(8, 8))),
     "backward in the forward": (C, r"torch\.autograd\.grad", lambda: _wrap(_Backward(8, 8))),

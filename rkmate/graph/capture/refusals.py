@@ -141,8 +141,8 @@ RULES: tuple[Callable[[nn.Module, str, str], str], ...] = (
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _HERE = str(PACKAGE) + os.sep
-_DEPRECATING = ("typing_extensions.py", "warnings.py")
-"""Wrappers around functions of torch that are deprecated."""
+_WRAPPERS = ("contextlib.py", "typing_extensions.py", "warnings.py")
+"""Files of wrappers around a user's code, or around functions of torch that are deprecated."""
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _RECURRENT = str(Path(torch.nn.modules.rnn.__file__))
 
@@ -346,7 +346,7 @@ def _through(error: Exception, place: str) -> bool:
 
 
 def _users(filename: str) -> bool:
-    return not filename.startswith(("<", _TORCH, _HERE)) and Path(filename).name not in _DEPRECATING
+    return not filename.startswith(("<", _TORCH, _HERE)) and Path(filename).name not in _WRAPPERS
 
 
 # -- Models that are parallel already --------------------------------------------------------------
