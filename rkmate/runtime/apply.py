@@ -338,13 +338,13 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
     planning = _sharing(planning)
     parts = None
     if planning.settings.parts not in (None, "never"):
-        def put(module: nn.Module, planning: Planning, plan: Prototype,
+        def put(module: nn.Module, planning: Planning, plans: tuple[Prototype, ...],
                 refused: Callable[[nn.Module, RkmateError], None]) -> None:
             def told(error: RkmateError) -> bool:
                 refused(module, error)
                 return True
 
-            put_plan_into(module, planning, False, on_new_shape, told, (plan,))
+            put_plan_into(module, planning, False, on_new_shape, told, plans)
 
         parts = Parts(model, planning, put, take_plan_from)
     call = PlannedCall(model, planning, verify, on_new_shape, refused, plans, parts)

@@ -31,7 +31,13 @@ from rkmate.graph.capture.effects import (
 )
 from rkmate.graph.capture.opaque import Opaque, with_opaque
 from rkmate.graph.capture.recipe import Recipe
-from rkmate.graph.capture.refusals import OWN_GENERATOR, explained, has_generator, is_data_dependent
+from rkmate.graph.capture.refusals import (
+    OWN_GENERATOR,
+    explained,
+    has_generator,
+    is_data_dependent,
+    refuse_sparse,
+)
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
 from rkmate.graph.capture.state import MISSING, Assigned, HostDraws, PythonState
 from rkmate.graph.capture.structure import LOCAL, Structure, piece_name, take_apart
@@ -379,9 +385,12 @@ def _capture(model: nn.Module, args: tuple[Any, ...],
         with from_inputs(model, given) as values, values_are_read():
             try:
                 return _once(model, args, kwargs, values)
-            except CaptureError:
+            except CaptureError as again:
                 if values.answered or values.questions.answered:
                     raise                   # the first obstacle is none, and there is another
+                reasons = cause, again.__cause__
+                if all(isinstance(e, Exception) and is_data_dependent(e) for e in reasons):
+                    raise                   # the same obstacle, with the line
                 raise error from cause
 
 
@@ -409,6 +418,7 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             raise
         except Exception as error:
             raise explained(model, args, kwargs, error, program) from error
+    refuse_sparse(model, module.graph)
     repair_joint(module.graph)
     found = _read(module, model, program, inputs, structure, values, flat.found.outputs)
     return replace(found, effects=flat.found.effects), flat.found.assigned

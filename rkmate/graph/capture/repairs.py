@@ -44,7 +44,9 @@ from rkmate.torch_seam.patches.libraries import (
     without_value_checks,
 )
 from rkmate.torch_seam.patches.modules import (
+    attributes_carried,
     cumulative_averages_as_tensors,
+    frozen_parameters_plain,
     hooks_of_the_model_alone,
     new_buffers_as_writes,
     standing_modules_stay,
@@ -178,6 +180,10 @@ PATCHES = (
           "of their forward, and takes these hooks away in the backward. A plan replaces checkpointing, and "
           "has no such run.",
           adapters_hooked_once, ()),
+    Patch("quantised weights",
+          "A weight of bitsandbytes is a parameter of its own class, with its scales as attributes. Neither "
+          "survives in a trace, which gets plain parameters on the same memory.",
+          frozen_parameters_plain, ()),
     Patch("hooks around every module",
           "Such hooks also run around the modules that a trace adds around the model: the plan would "
           "contain their computations more than once.",
@@ -195,6 +201,10 @@ PATCHES = (
           "it: a trace runs functional collectives instead, which are operations of the plan. Other ways to "
           "communicate with several ranks are refused when the trace reaches the call.",
           collectives_refused, ()),
+    Patch("scales of quantised weights",
+          "The tensors that replace such parameters in the trace get their attributes, as the layers read "
+          "them there.",
+          _of_any_model(attributes_carried), (), around="forward"),
     Patch("new buffers",
           "A trace sees writes to a tensor, but not that a buffer is another tensor afterwards. A buffer "
           "that the forward makes anew becomes a write.",
