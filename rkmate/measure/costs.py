@@ -9,6 +9,7 @@ like one that was run: the numbers that they would have made are made up. Indice
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -82,8 +83,7 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
                 memory.put(beginning, device, settings, known_beginning)
             for number in range(walks):
                 if number == 1:
-                    runner.timings.share(sum(runner.cost(i).time for text in texts if text in unknown
-                                             for i in unknown[text].c if i not in known))
+                    runner.share(unknown, texts)
                 runner.start_walk(number)
                 for block in partition.blocks[:last + 1]:
                     if on_progress is not None:
@@ -162,6 +162,20 @@ class _Runner:
         for i in nodes:
             self.run_timed(i)
         self.fixed = dict(self.values)
+
+    def share(self, unknown: Mapping[str, Block], texts: Sequence[str]) -> None:
+        """Decide how often each operation is timed, after the first walk. `unknown`: a block of each text
+        that is measured; `texts`: of all blocks."""
+        often: Counter[Any] = Counter()
+        step = 0.0
+        for text, times in Counter(text for text in texts if text in unknown).items():
+            for i in unknown[text].c:
+                if i not in self.known:
+                    step += self.cost(i).time * times
+                    for part in (i, *self._others(i)):
+                        if part in self.keys:
+                            often[self.keys[part]] += times
+        self.timings.share(step, often)
 
     def start_walk(self, number: int) -> None:
         """Go back to the first block."""

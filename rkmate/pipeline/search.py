@@ -140,8 +140,8 @@ def _compared(prepared: Prepared, limit: int, planner: str,
                 late.append(variant.name)
                 continue
             cut = blocks.get(variant) or block(traced, variant)
-            if TILES in variant.rows and not cut.concerned[TILES.name]:
-                continue                        # nothing runs in tiles
+            if TILES in variant.rows and not all(cut.concerned[row.name] for row in variant.rows):
+                continue                        # nothing runs in tiles, or without passes for norms
             lean = refused_as_it_is(cut, method, limit) if taken is None else None
             if lean is not None:
                 refused.append(Refused(lean, limit, measured=False))

@@ -118,10 +118,18 @@ TILES = Variant(
     setting="tiles",
     takes_longer=True,
     note="stretches with {names} run in tiles")
+TILED_NORMS = Variant(
+    "tiled-norms",
+    setting="tiles",
+    takes_longer=True,
+    note="norms in them have passes over tiles for their statistics",
+    combines=("tiles",),
+    within="tiles")
 _WHEN: dict[str, When] = {"keep": "never", "with_compile": "never", "channels_last": "always"}
 """Meaning of the values of `Settings.layouts` for a variant. If groups are compiled, ``"with_compile"`` has
 been replaced by then (`rkmate.pipeline.prepare.with_compiler`)."""
-VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, TILED_MLPS, CHANNELS_LAST, TILES)
+VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, TILED_MLPS, CHANNELS_LAST, TILES,
+                                 TILED_NORMS)
 """The rows of the table. Those that can be combined are tried alone, and together."""
 
 

@@ -55,11 +55,6 @@ def local_part(tensor: Any) -> torch.Tensor:
     return found
 
 
-def bytes_held(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor that this rank holds: of a DTensor, those of its local part."""
-    return (local_part(tensor.detach()) if is_dtensor(tensor) else tensor).nbytes
-
-
 def placements_of(model: nn.Module) -> dict[str, int]:
     """Return how a model's DTensor parameters are placed, in words, and how many are placed so."""
     found: Counter[str] = Counter()
@@ -71,6 +66,11 @@ def placements_of(model: nn.Module) -> dict[str, int]:
                               in zip(placed(parameter).placements, mesh.shape, names, strict=True))
             found[where] += 1
     return dict(found)
+
+
+def bytes_held(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor that this rank holds: of a DTensor, those of its local part."""
+    return (local_part(tensor.detach()) if is_dtensor(tensor) else tensor).nbytes
 
 
 # -- While a model is traced --------------------------------------------------------------------

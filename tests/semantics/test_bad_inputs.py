@@ -80,6 +80,12 @@ class _Sparse(nn.Linear):
         return torch.sparse.mm(self.weight.to_sparse(), x.T)
 
 
+class _Assigning(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = 0.9 * self.weight.data
+        return super().forward(x)
+
+
 class _Threaded(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with ThreadPoolExecutor(1) as threads:
@@ -138,6 +144,7 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "an assertion": (C, r"or leave assertions out \(python -O\)", lambda: _wrap(_Asserting(8, 8))),
     "sparse intermediate": (C, "makes a tensor with the layout torch.sparse_coo", lambda: _wrap(
         _Sparse(8, 8))),
+    "data that is assigned": (C, "assigns to the .data of a tensor", lambda: _wrap(_Assigning(8, 8))),
     "another thread": (C, "compute in the thread of the caller", lambda: _wrap(_Threaded(8, 8))),
     "backward in the forward": (C, r"torch\.autograd\.grad", lambda: _wrap(_Backward(8, 8))),
     "generator": (A, "Generator", lambda: _wrap(args=(X, torch.Generator()))),

@@ -29,7 +29,7 @@ from rkmate.torch_seam.modules import (
     has_backward_hooks,
     running_data_parallel,
 )
-from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.nodes import VALUE, is_backward
 from rkmate.torch_seam.patches.libraries import is_observer, routed_by_loops, weight_made_by
 from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
 from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks
@@ -265,7 +265,7 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                 "rkmate.dtr runs such models.")
     elif "fake tensor in the exported program constant" in text:
         reason = "the forward makes a tensor in a way that a trace cannot follow"
-        hint = ": use .detach() instead of .data or .grad, and compute in the thread of the caller"
+        hint = ": use no .grad of a tensor, and compute in the thread of the caller"
     else:
         hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
     return CaptureError(f"{type(model).__name__} cannot be captured{place}: {reason}{hint}"
@@ -273,10 +273,10 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def refuse_sparse(model: nn.Module, graph: fx.Graph) -> None:
-    """Raise for a traced step that computes with tensors of another layout than the dense one."""
+    """Raise for a traced forward that computes with tensors of another layout than the dense one."""
     for node in graph.nodes:
         value = node.meta.get(VALUE)
-        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided and not is_backward(node):
             raise CaptureError(f"{type(model).__name__}: the forward makes a tensor with the layout "
                                f"{value.layout} ({node.target}), which a plan cannot hold: compute with "
                                "dense tensors, or with indices (index_add, scatter)")

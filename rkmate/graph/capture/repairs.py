@@ -224,8 +224,9 @@ PATCHES = (
           "attention masks): other arithmetic, and memory for the masks. Eager's path is tried first.",
           masks_as_in_eager_mode, feature=features.PATHS, around="export", may_fail=True, direct=True),
     Patch("library sources",
-          "Some models of transformers ask in their own source whether they are compiled, and take another "
-          "path. They get the answer no. If the export fails with it, it is tried again without this patch.",
+          "Some models of transformers ask in their own source whether they are compiled or exported, and "
+          "take another path (Qwen3-Next a loop that copies, in place of a solver). They get the answer no. "
+          "If the export fails with it, it is tried again without this patch.",
           sources_as_in_eager_mode, feature=features.PATHS, around="export", may_fail=True, direct=True),
     Patch("custom functions",
           "An export records the operations of a custom function's forward, and their derivative would "

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from rkmate.graph.passes.tiles.cuts import Band
+from rkmate.graph.passes.tiles.pieces import Band
 from rkmate.graph.passes.tiles.source import Result, new_tensor, statement
 from rkmate.graph.passes.tiles.steps import peak_bytes, steps_of
 from rkmate.graph.passes.tiles.tiled import InTiles
@@ -40,7 +40,12 @@ class TileRun:
     takes: tuple[tuple[Band | None, ...], ...]
     """For each tile, the part of each argument; None: the whole."""
     gives: tuple[tuple[Band | None, ...], ...]
-    """For each tile, its part of each result; None: a summand."""
+    """For each tile, its part of each of the results that it makes; None: a summand."""
+    makes: tuple[int, ...]
+    """The numbers of these results."""
+    reads: tuple[int, ...] = ()
+    """The numbers of results of earlier runs that each tile reads whole. Their placeholders follow those of
+    the arguments."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,9 +93,9 @@ class Banded(InTiles):
 
 
 def runs_of(tiles: Sequence[tuple[fx.Graph, tuple[Band | None, ...], tuple[Band | None, ...]]],
-            ) -> tuple[TileRun, ...]:
+            makes: Sequence[int], reads: Sequence[int] = ()) -> tuple[TileRun, ...]:
     """Return tiles (operations, parts of arguments, parts of results), with neighbours that do the same at
-    equal distances as one run."""
+    equal distances as one run. `makes`, `reads`: numbers of results."""
     runs: list[list[int]] = []
     texts = [_text(graph) for graph, _, _ in tiles]
     for k, _ in enumerate(tiles):
@@ -99,8 +104,8 @@ def runs_of(tiles: Sequence[tuple[fx.Graph, tuple[Band | None, ...], tuple[Band 
             run.append(k)
         else:
             runs.append([k])
-    return tuple(TileRun(tiles[run[0]][0], tuple(tiles[k][1] for k in run), tuple(tiles[k][2] for k in run))
-                 for run in runs)
+    return tuple(TileRun(tiles[run[0]][0], tuple(tiles[k][1] for k in run), tuple(tiles[k][2] for k in run),
+                         tuple(makes), tuple(reads)) for run in runs)
 
 
 def _text(graph: fx.Graph) -> str:
@@ -123,7 +128,7 @@ def _follow(tiles: Sequence[tuple[tuple[Band | None, ...], tuple[Band | None, ..
 
 
 def _function(banded: Banded, name: str, write: Writer) -> str:
-    inputs = [n for n in banded.runs[0].graph.nodes if n.op == "placeholder"]
+    inputs = _inputs(banded.runs[0])
     cut = [any(tile[k] is not None for run in banded.runs for tile in run.takes) for k in range(len(inputs))]
     given = [f"all_{n.name}" if c else n.name for n, c in zip(inputs, cut, strict=True)]
     lines = [f"def {name}({', '.join(given)}):", f'    """{banded.about}, {banded.parts} tiles."""']
@@ -143,14 +148,22 @@ def _function(banded: Banded, name: str, write: Writer) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _inputs(run: TileRun) -> list[fx.Node]:
+    """Return the placeholders of the arguments."""
+    return [n for n in run.graph.nodes if n.op == "placeholder"][:len(run.takes[0])]
+
+
 def _body(banded: Banded, run: TileRun, given: Sequence[str], write: Writer) -> list[str]:
-    inputs = [n for n in run.graph.nodes if n.op == "placeholder"]
+    inputs = _inputs(run)
     output: Any = next(n for n in run.graph.nodes if n.op == "output").args[0]
     body = [f"{node.name} = {_part(given[k], [tile[k] for tile in run.takes])}"
-            for k, node in enumerate(inputs) if given[k] != node.name]
-    parts = [f"result_{k}" if part.is_sum else _part(f"result_{k}", [tile[k] for tile in run.gives])
-             for k, part in enumerate(banded.gives)]
-    put = ["add_" if part.is_sum or part.overlaps else "copy_" for part in banded.gives]
+            for k, node in enumerate(inputs) if given[k] != node.name and node.users]
+    known = [n for n in run.graph.nodes if n.op == "placeholder"][len(inputs):]
+    body += [f"{node.name} = result_{k}" for node, k in zip(known, run.reads, strict=True) if node.users]
+    made = [banded.gives[k] for k in run.makes]
+    parts = [f"result_{k}" if part.is_sum else _part(f"result_{k}", [tile[i] for tile in run.gives])
+             for i, (k, part) in enumerate(zip(run.makes, made, strict=True))]
+    put = ["add_" if part.is_sum or part.overlaps else "copy_" for part in made]
     at_once = [k for k, n in enumerate(output) if n.op == "placeholder"]
     body += [f"{parts[k]}.{put[k]}({output[k].name})" for k in at_once]
     for step in steps_of(run.graph):

@@ -10,65 +10,32 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import is_random
+from rkmate.graph.passes.tiles.norms import normalized
+from rkmate.graph.passes.tiles.pieces import (
+    Band,
+    Need,
+    Piece,
+    Rule,
+    Write,
+    arguments,
+    same,
+    shape_of,
+    value_of,
+)
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import OpOverload, schema_of
 
 aten = torch.ops.aten
 
 
-# -- Parts and pieces ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Band:
-    """A part of a value: a range of one dimension."""
-
-    dim: int
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def around(self, other: Band) -> Band:
-        """Return the smallest range that holds both. Raises `ValueError` for another dimension."""
-        if other.dim != self.dim:
-            raise ValueError(f"{self} and {other} are ranges of different dimensions")
-        return Band(self.dim, min(self.start, other.start), max(self.stop, other.stop))
-
-
-Need = tuple[fx.Node, Band | None]
-"""An operand, and the part of it that is needed; None: the whole."""
-
-
-class Write(Protocol):
-    """Writes the operations of one tile."""
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add an operation."""
-
-    def get(self, need: Need) -> Any:
-        """Return an operand's part in this tile."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """An operation, for a part of its result."""
-
-    needs: tuple[Need, ...]
-    write: Callable[[Write], Any]
-    """Writes it, and returns its value."""
-
-
-Rule = Callable[[fx.Node, Band], Piece | None]
+# -- Pieces of operations --------------------------------------------------------------------------
 
 
 def piece(node: fx.Node, band: Band) -> Piece | None:
@@ -91,42 +58,11 @@ def summand(node: fx.Node, band: Band) -> Piece | None:
     return None if rule is None else rule(node, band)
 
 
-def value_of(node: fx.Node) -> Any:
-    """Return a node's value, or the first one of several."""
-    value = node.meta.get(VALUE)
-    return value[0] if isinstance(value, (tuple, list)) and value else value
-
-
-def shape_of(node: Any) -> tuple[int, ...]:
-    """Return the shape of a node's value, or of the first of several; empty if it is not a tensor."""
-    value = value_of(node) if isinstance(node, fx.Node) else None
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-
-
-def _given(node: fx.Node, defaults: Sequence[Any] = ()) -> list[Any]:
-    """Return the positional arguments of a node, the last ones by default."""
-    args: tuple[Any, ...] = tuple(node.args)
-    return [*args, *defaults[len(args):]]
-
-
-def _same(node: fx.Node, needs: Sequence[Need], *, args: Sequence[Any] | None = None) -> Piece:
-    """Return the operation itself, on parts of some operands, and with other arguments."""
-    parts = dict(needs)
-    mine: Any = tuple(node.args) if args is None else tuple(args)
-
-    def write(tile: Write) -> fx.Node:
-        given, kwargs = fx.node.map_arg((mine, node.kwargs), lambda n: tile.get((n, parts.get(n))))
-        return tile.call(node.target, *given, **kwargs)
-
-    others = [n for n in node.all_input_nodes if n not in parts]
-    return Piece((*needs, *((n, None) for n in others)), write)
-
-
 # -- Rules: pointwise ------------------------------------------------------------------------------
 
 
 def _pointwise(node: fx.Node, band: Band) -> Piece | None:
-    return _same(node, _broadcast(node.all_input_nodes, shape_of(node), band))
+    return same(node, _broadcast(node.all_input_nodes, shape_of(node), band))
 
 
 def _broadcast(operands: Sequence[fx.Node], shape: Sequence[int], band: Band) -> list[Need]:
@@ -162,10 +98,10 @@ def _padded(tile: Write, x: Any, rank: int, dim: int, before: int, after: int, v
 
 
 def _convolution(node: fx.Node, band: Band) -> Piece | None:
-    x, weight, _, stride, padding, dilation, transposed, output_padding, _ = _given(node)
+    x, weight, _, stride, padding, dilation, transposed, output_padding, _ = arguments(node)
     rank, k = len(shape_of(x)), band.dim - 2
     if band.dim == 0:
-        return _same(node, [(x, band)])
+        return same(node, [(x, band)])
     if band.dim == 1:
         return None
     strides, pads, steps, extra = (_per_dim(a, rank - 2) for a in (stride, padding, dilation, output_padding))
@@ -218,12 +154,12 @@ def _transposed(node: fx.Node, band: Band, strides: list[int], pads: list[int], 
 
 
 def _max_pool(node: fx.Node, band: Band) -> Piece | None:
-    x, kernel, stride, padding, dilation, _ = _given(node, (None, None, (), 0, 1, False))
+    x, kernel, stride, padding, dilation, _ = arguments(node, (None, None, (), 0, 1, False))
     shape = shape_of(x)
     count = 3 if node.target is aten.max_pool3d_with_indices.default else 2
     k = band.dim - (len(shape) - count)
     if k < 0:
-        return _same(node, [(x, band)])
+        return same(node, [(x, band)])
     sizes, steps, pads = _per_dim(kernel, count), _per_dim(dilation, count), _per_dim(padding, count)
     strides = _per_dim(stride, count) if stride else sizes
     start, stop, before, after = _window(shape[band.dim], band, strides[k], pads[k],
@@ -243,12 +179,12 @@ def _max_pool(node: fx.Node, band: Band) -> Piece | None:
 
 
 def _average_pool(node: fx.Node, band: Band) -> Piece | None:
-    x, kernel, stride, padding, ceil, *rest = _given(node, (None, None, (), 0, False, True, None))
+    x, kernel, stride, padding, ceil, *rest = arguments(node, (None, None, (), 0, False, True, None))
     shape = shape_of(x)
     count = 3 if node.target is aten.avg_pool3d.default else 2
     k = band.dim - (len(shape) - count)
     if k < 0:
-        return _same(node, [(x, band)])
+        return same(node, [(x, band)])
     sizes, pads = _per_dim(kernel, count), _per_dim(padding, count)
     strides = _per_dim(stride, count) if stride else sizes
     start, stop, before, after = _window(shape[band.dim], band, strides[k], pads[k], sizes[k])
@@ -266,7 +202,7 @@ def _average_pool(node: fx.Node, band: Band) -> Piece | None:
 
 def _by_images(node: fx.Node, band: Band) -> Piece | None:
     """Cut what works on each image of a batch by itself (or on each channel, adaptive pooling)."""
-    return _same(node, [(node.all_input_nodes[0], band)]) if band.dim == 0 else None
+    return same(node, [(node.all_input_nodes[0], band)]) if band.dim == 0 else None
 
 
 def _upsampled(count: int, *, reach: int) -> Rule:
@@ -276,7 +212,7 @@ def _upsampled(count: int, *, reach: int) -> Rule:
         size: Any = node.args[1]
         shape, k = shape_of(x), band.dim - (len(shape_of(x)) - count)
         if k < 0:
-            return _same(node, [(x, band)])
+            return same(node, [(x, band)])
         factor, left = divmod(size[k], shape[band.dim])
         if left or (reach and node.args[2]):                # corners are aligned
             return None
@@ -302,7 +238,7 @@ def _pixel_shuffle(node: fx.Node, band: Band) -> Piece | None:
     factor: Any = node.args[1]
     rank = len(shape_of(x))
     if band.dim < rank - 3:
-        return _same(node, [(x, band)])
+        return same(node, [(x, band)])
     if band.dim == rank - 3:
         return None
     start, stop = band.start // factor, (band.stop - 1) // factor + 1
@@ -318,43 +254,44 @@ def _pixel_shuffle(node: fx.Node, band: Band) -> Piece | None:
 
 
 def _pad(node: fx.Node, band: Band) -> Piece | None:
-    x, pads = _given(node)[:2]
+    x, pads = arguments(node)[:2]
     padded = len(shape_of(node)) - len(pads) // 2
     k = 2 * (len(shape_of(node)) - 1 - band.dim)
-    return None if band.dim >= padded and (pads[k] or pads[k + 1]) else _same(node, [(x, band)])
+    return None if band.dim >= padded and (pads[k] or pads[k + 1]) else same(node, [(x, band)])
 
 
 # -- Rules: norms and attention --------------------------------------------------------------------
 
 
 def _layer_norm(node: fx.Node, band: Band) -> Piece | None:
-    x, normalized = _given(node)[:2]
-    return _same(node, [(x, band)]) if band.dim < len(shape_of(x)) - len(normalized) else None
+    x, normalized = arguments(node)[:2]
+    return same(node, [(x, band)]) if band.dim < len(shape_of(x)) - len(normalized) else None
 
 
 def _group_norm(node: fx.Node, band: Band) -> Piece | None:
-    x, weight, bias, _, *rest = _given(node)
-    return _same(node, [(x, band)], args=(x, weight, bias, len(band), *rest)) \
-        if band.dim == 0 else None
+    x, weight, bias, _, *rest = arguments(node)
+    return same(node, [(x, band)], args=(x, weight, bias, len(band), *rest)) \
+        if band.dim == 0 else normalized(node, band)
 
 
-def _known_norm(node: fx.Node, band: Band) -> Piece | None:
-    """Cut a batch norm with statistics that are known; one that computes its statistics, by channels."""
-    x, *_ = _given(node)
+def _batch_norm(node: fx.Node, band: Band) -> Piece | None:
+    """Cut a batch norm with known statistics between pixels and images, one without running statistics by
+    channels, any other with statistics that tiles compute before."""
+    x, *_ = arguments(node)
     channels = [n for n in node.all_input_nodes if n is not x]
     known = node.target is aten._native_batch_norm_legit_no_training.default or (
         node.target is aten.native_batch_norm.default and node.args[5] is False)
     if known and band.dim != 1:
-        return _same(node, [(x, band)])
+        return same(node, [(x, band)])
     if not known and band.dim == 1 and (
             node.target is aten._native_batch_norm_legit.no_stats or node.args[3:5] == (None, None)):
-        return _same(node, [(x, band), *[(n, Band(0, band.start, band.stop)) for n in channels]])
-    return None
+        return same(node, [(x, band), *[(n, Band(0, band.start, band.stop)) for n in channels]])
+    return None if known else normalized(node, band)
 
 
 def _attention(node: fx.Node, band: Band) -> Piece | None:
     """Cut attention by sequences, by heads, or by blocks of queries, with keys and values whole."""
-    q, k, v, dropout, causal = _given(node, (None, None, None, 0.0, False))
+    q, k, v, dropout, causal = arguments(node, (None, None, None, 0.0, False))
     mask: Any = node.kwargs.get("attn_mask")
     rank = len(shape_of(q))
     if dropout or band.dim > rank - 2 or (mask is not None and causal):
@@ -363,11 +300,11 @@ def _attention(node: fx.Node, band: Band) -> Piece | None:
     if band.dim < rank - 2:
         if shape_of(k)[band.dim] != shape_of(q)[band.dim]:
             return None
-        return _same(node, [*((n, band) for n in dict.fromkeys((q, k, v))), *masks])
+        return same(node, [*((n, band) for n in dict.fromkeys((q, k, v))), *masks])
     if q in (k, v):
         return None
     if not causal:
-        return _same(node, [(q, band), *masks])
+        return same(node, [(q, band), *masks])
     # Queries see the keys up to their own place.
     seen = min(band.stop, shape_of(k)[-2])
 
@@ -388,7 +325,7 @@ def _attention(node: fx.Node, band: Band) -> Piece | None:
 
 
 def _product(node: fx.Node, band: Band) -> Piece | None:
-    *bias, a, b = _given(node)
+    *bias, a, b = arguments(node)
     rank = len(shape_of(node))
     needs = _broadcast(bias, shape_of(node), band)
     if a is b or a in bias or b in bias:
@@ -397,12 +334,12 @@ def _product(node: fx.Node, band: Band) -> Piece | None:
         needs.append((a, band))
     if band.dim != rank - 2:
         needs.append((b, band))
-    return _same(node, needs)
+    return same(node, needs)
 
 
 def _embedding(node: fx.Node, band: Band) -> Piece | None:
     index: Any = node.args[1]
-    return _same(node, [(index, band)]) if band.dim < len(shape_of(index)) else None
+    return same(node, [(index, band)]) if band.dim < len(shape_of(index)) else None
 
 
 # -- Rules: views, and operations along other dimensions -------------------------------------------
@@ -431,11 +368,11 @@ def _expand(node: fx.Node, band: Band) -> Piece | None:
     base: Any = node.args[0]
     shape = list(shape_of(node))
     shape[band.dim] = len(band)
-    return _same(node, _broadcast([base], shape_of(node), band), args=(base, shape))
+    return same(node, _broadcast([base], shape_of(node), band), args=(base, shape))
 
 
 def _permute(node: fx.Node, band: Band) -> Piece | None:
-    base, *dims = _given(node)
+    base, *dims = arguments(node)
     rank = len(shape_of(node))
     order = list(range(rank))
     if node.target is aten.permute.default:
@@ -444,29 +381,29 @@ def _permute(node: fx.Node, band: Band) -> Piece | None:
         a, b = (d % rank for d in dims) if dims else (0, 1)
         order[a], order[b] = order[b], order[a]
     part = Band(order[band.dim], band.start, band.stop)
-    return _same(node, [(base, part)])
+    return same(node, [(base, part)])
 
 
 def _unsqueeze(node: fx.Node, band: Band) -> Piece | None:
-    base, dim = _given(node)
+    base, dim = arguments(node)
     at = dim % len(shape_of(node))
     if band.dim == at:
         return None
-    return _same(node, [(base, Band(band.dim - (band.dim > at), band.start, band.stop))])
+    return same(node, [(base, Band(band.dim - (band.dim > at), band.start, band.stop))])
 
 
 def _cat(node: fx.Node, band: Band) -> Piece | None:
-    parts, dim = _given(node, (None, 0))
+    parts, dim = arguments(node, (None, 0))
     if dim % len(shape_of(node)) == band.dim:
         return None
-    return _same(node, [(n, band) for n in dict.fromkeys(parts)])
+    return same(node, [(n, band) for n in dict.fromkeys(parts)])
 
 
 def _slice(node: fx.Node, band: Band) -> Piece | None:
-    x, dim, start, stop, step = _given(node, (None, 0, None, None, 1))
+    x, dim, start, stop, step = arguments(node, (None, 0, None, None, 1))
     at, size = dim % len(shape_of(x)), shape_of(x)[dim]
     if band.dim != at:
-        return _same(node, [(x, band)])
+        return same(node, [(x, band)])
     first, _, by = slice(start, stop, step).indices(size)
     if by != 1:
         return None
@@ -479,7 +416,7 @@ def _along(place: int, default: Any = None, *, takes: int = 1, keeps: bool = Tru
     first arguments have these dimensions; `keeps`: whether the result has as many dimensions, unless
     argument ``place + 1`` says that a reduction keeps its own."""
     def rule(node: fx.Node, band: Band) -> Piece | None:
-        args = _given(node)
+        args = arguments(node)
         given: Any = args[place] if len(args) > place else default
         rank = len(shape_of(args[0]))
         dims = {d % rank for d in (given if isinstance(given, (list, tuple)) else [given])}
@@ -489,7 +426,7 @@ def _along(place: int, default: Any = None, *, takes: int = 1, keeps: bool = Tru
         if not dims or dim in dims:
             return None
         part = Band(dim, band.start, band.stop)
-        return _same(node, [(n, part) for n in dict.fromkeys(args[:takes])])
+        return same(node, [(n, part) for n in dict.fromkeys(args[:takes])])
     return rule
 
 
@@ -501,7 +438,12 @@ def _item(node: fx.Node, band: Band) -> Piece | None:
     need: Need = base, band
     if base.target in SUMS and not isinstance(base.meta[VALUE], torch.Tensor):
         return None
-    return Piece((need,), lambda tile: tile.call(operator.getitem, tile.get(need), k))
+
+    def write(tile: Write) -> fx.Node:
+        made = tile.get(need)
+        return made[k] if isinstance(made, tuple) else tile.call(operator.getitem, made, k)
+
+    return Piece((need,), write)
 
 
 EVEN = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
@@ -519,8 +461,9 @@ RULES: dict[Any, Rule] = {
     aten.pixel_shuffle.default: _pixel_shuffle,
     aten.constant_pad_nd.default: _pad,
     aten.native_layer_norm.default: _layer_norm, aten.native_group_norm.default: _group_norm,
-    aten._native_batch_norm_legit_no_training.default: _known_norm,
-    aten.native_batch_norm.default: _known_norm, aten._native_batch_norm_legit.no_stats: _known_norm,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm,
+    aten.native_batch_norm.default: _batch_norm, aten._native_batch_norm_legit.no_stats: _batch_norm,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten.mm.default: _product, aten.addmm.default: _product, aten.bmm.default: _product,
     aten.baddbmm.default: _product, aten.embedding.default: _embedding,
@@ -548,7 +491,7 @@ RULES: dict[Any, Rule] = {
 def _sum(node: fx.Node, band: Band) -> Piece | None:
     """Return a part's sum, or its part of the mean of all."""
     x: Any = node.args[0]
-    dims, keep = _given(node, (None, None, False))[1:3]
+    dims, keep = arguments(node, (None, None, False))[1:3]
     rank = len(shape_of(x))
     over = [d % rank for d in (dims if isinstance(dims, (list, tuple)) and dims else range(rank))]
     if band.dim not in over:
@@ -571,7 +514,7 @@ _EACH, _MEAN, _SUM = 0, 1, 2
 def _loss(place: int) -> Rule:
     """Make the rule of a loss whose argument `place` says whether it is a mean or a sum."""
     def rule(node: fx.Node, band: Band) -> Piece | None:
-        args = _given(node)
+        args = arguments(node)
         reduction = args[place] if len(args) > place else _MEAN
         first: Any = args[0]
         shape = shape_of(first)
@@ -593,7 +536,7 @@ def _loss(place: int) -> Rule:
 
 def _nll(node: fx.Node, band: Band) -> Piece | None:
     """Return a part's share of a negative log likelihood: how many targets count is known before."""
-    scores, target, weight, reduction, ignored = _given(node)
+    scores, target, weight, reduction, ignored = arguments(node)
     dim = band.dim - (band.dim > 0)
     if reduction == _EACH or weight is not None or band.dim == 1:
         return None

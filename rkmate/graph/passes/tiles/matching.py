@@ -16,6 +16,7 @@ from torch import fx
 
 from rkmate.graph.capture.operations import is_random
 from rkmate.graph.passes.joint import makers_of
+from rkmate.graph.passes.tiles.norms import canonical
 from rkmate.torch_seam.nodes import VALUE, is_backward
 
 aten = torch.ops.aten
@@ -122,7 +123,7 @@ class Matcher:
 def _operands(node: fx.Node) -> list[fx.Node]:
     """Return the operands in the order in which they stand, each as often as it does."""
     found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), found.append)
+    fx.node.map_arg((canonical(node.target, node.args)[1], node.kwargs), found.append)
     return found
 
 
@@ -139,8 +140,9 @@ def _same_layout(copy: fx.Node, of: fx.Node) -> bool:
 
 def _key(node: fx.Node, found: Mapping[fx.Node, fx.Node] | None, *, swapped: bool = False) -> Any:
     """Return operator and arguments, with the nodes that stand for the operands; None: without operands."""
-    args = node.args[::-1] if swapped else node.args
-    return node.target, _plain(args, found), _plain(tuple(sorted(node.kwargs.items())), found)
+    target, args = canonical(node.target, node.args)
+    args = args[::-1] if swapped else args
+    return target, _plain(args, found), _plain(tuple(sorted(node.kwargs.items())), found)
 
 
 def _plain(value: Any, found: Mapping[fx.Node, fx.Node] | None) -> Any:

@@ -4,20 +4,28 @@ becomes: its results and its gradients, tile by tile.
 The gradients of a tile are derived from its operations by autograd. They are added up where tiles overlap,
 and over all tiles for what each of them reads as a whole. A derivative is linear in the gradients that enter
 it, so that the sums are the derivative of the whole.
+
+Norms that mix tiles have a pass over all tiles for their statistics, which later passes read as whole values.
+In the backward, a pass has the gradients of the last norm's statistics, the next one those of the norm before
+it, and so on. In the last pass, statistics are results like others, whose gradients enter. So what comes to
+an operation from a norm's result and from its statistics is added up before it goes on, as in the whole.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from rkmate.graph.passes.tiles.banded import Banded, Part, runs_of
-from rkmate.graph.passes.tiles.cuts import Band, Need, Piece, piece, shape_of, summand
+from rkmate.graph.passes.tiles.banded import Banded, Part, TileRun, runs_of
+from rkmate.graph.passes.tiles.cuts import piece, summand
+from rkmate.graph.passes.tiles.norms import canonical, counted, finished, norm_of
+from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, shape_of
 from rkmate.graph.passes.tiles.tiled import propagate
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import operator_name
@@ -59,6 +67,29 @@ class Stretch:
     """The operation of the joint graph that each operation is a copy of."""
     results: list[fx.Node] = field(default_factory=list)
     """Operations whose results are read outside."""
+    statistics_of: dict[fx.Node, dict[int, fx.Node]] = field(default_factory=dict)
+    """Norms of the joint graph whose statistics tiles compute, and their other results by number."""
+    _statistics: dict[fx.Node, tuple[Port, Port]] = field(default_factory=dict)
+
+    def statistics(self, norm: fx.Node) -> tuple[Port, Port]:
+        """Return the mean and the variance of what a norm reads, as values that come in."""
+        if norm not in self._statistics:
+            found = norm_of(norm)
+            assert found is not None
+            like = found.x.meta[VALUE]
+            values = [fx.Graph().placeholder(name) for name in ("mean", "variance")]
+            with like.fake_mode:
+                for value in values:
+                    value.meta[VALUE] = torch.empty(found.shape, dtype=like.dtype, device=like.device)
+            mean, variance = (Port(norm, value, True) for value in values)
+            self._statistics[norm] = mean, variance
+        return self._statistics[norm]
+
+    def norms(self, results: Sequence[fx.Node]) -> dict[fx.Node, int]:
+        """Return the norms that mix tiles of some results, in order, and the dimension that is cut."""
+        cover = self.cover(0, 1, results, {})
+        return {} if cover is None else {n: cover.bands[n].dim for n in self.operations
+                                         if n in cover.pieces and cover.pieces[n].mixes}
 
     @property
     def operations(self) -> list[fx.Node]:
@@ -71,18 +102,21 @@ class Stretch:
 
     def most_parts(self) -> int:
         """Return the most tiles in which no result's part is empty."""
-        return min(map(self.length, self.results))
+        return min([*map(self.length, self.results), *(
+            shape_of(n)[dim] for n, dim in self.norms(self.results).items())])
 
     def part(self, node: fx.Node, k: int, parts: int) -> Band:
         """Return what tile `k` makes of a result, or of what a sum adds up."""
-        size = self.length(node)
-        return Band(self.dims.get(node, self.sums.get(node, 0)), size * k // parts, size * (k + 1) // parts)
+        return _part(self.length(node), self.dims.get(node, self.sums.get(node, 0)), k, parts)
 
-    def cover(self, k: int, parts: int, results: Sequence[fx.Node]) -> Cover | None:
-        """Return what tile `k` computes for some of the results; None if an operation cannot be cut so."""
+    def cover(self, k: int, parts: int, results: Sequence[fx.Node], norms: Mapping[fx.Node, int],
+              ) -> Cover | None:
+        """Return what tile `k` computes for some of the results, and for the statistics of norms that are cut
+        in a dimension; None if an operation cannot be cut so."""
         bands = {r: self.part(r, k, parts) for r in results if r in self.dims}
         added = [sum_of(r) for r in results if r in self.sums]
-        found = spread(self.operations, bands, {n: self.part(n, k, parts) for n in added})
+        found = spread(self.operations, bands, {n: self.part(n, k, parts) for n in added}, {
+            n: _part(shape_of(n)[dim], dim, k, parts) for n, dim in norms.items()})
         return None if found is None else self._shared(found)
 
     def _shared(self, cover: Cover) -> Cover | None:
@@ -111,8 +145,26 @@ class Cover:
     """Values from outside that are read whole."""
     pieces: dict[fx.Node, Piece]
     """The operations."""
+    counted: dict[fx.Node, Piece]
+    """What the tile adds to the statistics of norms."""
     outside: dict[fx.Node, Band] = field(default_factory=dict)
     """The part of each value of the joint graph that comes in."""
+
+    def add(self, needs: Iterable[Need]) -> bool:
+        """Add parts of operands. False: one of them is cut in another dimension already."""
+        for operand, band in needs:
+            held = self.bands.get(operand)
+            if band is None:
+                self.whole.add(operand)
+            elif held is not None and held.dim != band.dim:
+                return False
+            else:
+                self.bands[operand] = band if held is None else held.around(band)
+        return True
+
+
+def _part(size: int, dim: int, k: int, parts: int) -> Band:
+    return Band(dim, size * k // parts, size * (k + 1) // parts)
 
 
 def length_of(result: fx.Node, dims: Mapping[fx.Node, int], sums: Mapping[fx.Node, int]) -> int:
@@ -129,33 +181,27 @@ def sum_of(node: fx.Node) -> fx.Node:
 
 
 def spread(operations: Sequence[fx.Node], bands: dict[fx.Node, Band], sums: Mapping[fx.Node, Band],
-           ) -> Cover | None:
-    """Return what must be computed for parts of some results; None if an operation cannot be cut so. `sums`:
-    for sums, the part of their operand."""
+           norms: Mapping[fx.Node, Band]) -> Cover | None:
+    """Return what must be computed for parts of some results; None if an operation cannot be cut so. `sums`,
+    `norms`: for sums, and for norms whose statistics are computed, the part of their operand."""
     inside = set(operations)
-    whole: set[fx.Node] = set()
-    pieces: dict[fx.Node, Piece] = {}
-    bands = dict(bands)
+    cover = Cover(dict(bands), set(), {}, {})
     for node in reversed(operations):
-        if node not in bands and node not in sums:
-            continue
-        made = piece(node, bands[node]) if node in bands else summand(node, sums[node])
-        if made is None:
-            return None
-        pieces[node] = made
-        for operand, band in made.needs:
-            if band is None:
-                whole.add(operand)
-            elif operand not in bands:
-                bands[operand] = band
-            elif bands[operand].dim != band.dim:
+        made = []
+        if node in cover.bands or node in sums:
+            made.append((cover.pieces, piece(node, cover.bands[node]) if node in cover.bands
+                         else summand(node, sums[node])))
+        if node in norms:
+            made.append((cover.counted, counted(node, norms[node])))
+        for pieces, one in made:
+            if one is None or not cover.add(one.needs):
                 return None
-            else:
-                bands[operand] = bands[operand].around(band)
-    if whole & inside or any(isinstance(n.meta[VALUE], (tuple, list)) and any(
-            u in bands and bands[u] != bands[n] for u in n.users) for n in inside if n in bands):
+            pieces[node] = one
+    if cover.whole & inside or any(isinstance(n.meta[VALUE], (tuple, list)) and any(
+            u in cover.bands and cover.bands[u] != cover.bands[n] for u in n.users)
+            for n in inside if n in cover.bands):
         return None
-    return Cover(bands, whole, pieces)
+    return cover
 
 
 # -- One tile --------------------------------------------------------------------------------------
@@ -173,6 +219,8 @@ class _Writing:
     stretch: Stretch
     cover: Cover
     group_of: Mapping[Port, int]
+    unknown: fx.Node | None = None
+    """The norm whose statistics are computed in the forward."""
     graph: fx.Graph = field(default_factory=fx.Graph)
     inputs: dict[Input, fx.Node] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
@@ -195,21 +243,32 @@ class _Writing:
             return value
         return self.call(aten.slice.Tensor, value, band.dim, band.start - held.start, band.stop - held.start)
 
+    def statistics(self, norm: fx.Node) -> tuple[Any, Any] | None:
+        """Return mean and variance of what a norm reads; None while tiles compute them."""
+        if norm is self.unknown:
+            return None
+        mean, variance = (self._input(((port.of, False), self.group_of.get(port)))
+                          for port in self.stretch.statistics(norm))
+        return mean, variance
+
     def _input(self, given: Input) -> fx.Node:
         if given not in self.inputs:
             self.inputs[given] = self.graph.placeholder("x" if given[0][1] else "w")
         return self.inputs[given]
 
     def run(self, results: Sequence[fx.Node]) -> None:
-        """Write all operations that some results need."""
+        """Write all operations that some results need, and the statistics of norms."""
+        statistics: list[fx.Node] = []
         for node in self.stretch.operations:
             if node in self.cover.pieces:
                 self.values[node] = self.cover.pieces[node].write(self)
             elif node in self.stretch.sums and sum_of(node) in self.cover.pieces:
                 made = self.values[sum_of(node)]
                 self.values[node] = made[0] if isinstance(made, tuple) else made
-        self.graph.output(tuple(self.get((r, self.cover.bands[r])) if r in self.cover.bands
-                                else self.values[r] for r in results))
+            if node in self.cover.counted:
+                statistics += self.cover.counted[node].write(self)
+        self.graph.output((*(self.get((r, self.cover.bands[r])) if r in self.cover.bands else self.values[r]
+                             for r in results), *statistics))
 
 
 def _narrow(value: Any, band: Band | None) -> torch.Tensor:
@@ -223,7 +282,8 @@ def _run(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> tuple[Any, ...]:
     for node in graph.nodes:
         if node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = node.target(*args, **kwargs)
+            target, args = canonical(node.target, args)
+            env[node] = target(*args, **kwargs)
         elif node.op == "output":
             return tuple(env[n] for n in node.args[0])
     raise ValueError("a graph without an output")
@@ -231,86 +291,183 @@ def _run(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> tuple[Any, ...]:
 
 # -- Forward and backward --------------------------------------------------------------------------
 
+_NONE: Mapping[Any, int] = MappingProxyType({})
+
+
+def _written(stretch: Stretch, results: Sequence[fx.Node], parts: int, *,
+             group_of: Mapping[Port, int] = _NONE, norms: Mapping[fx.Node, int] = _NONE,
+             unknown: fx.Node | None = None) -> list[_Writing] | None:
+    """Return the operations of each tile of a pass; None if it cannot run in so many. `norms`: whose
+    statistics are results, too, with the dimension that is cut."""
+    found = []
+    for k in range(parts):
+        cover = stretch.cover(k, parts, results, norms)
+        if cover is None:
+            return None
+        found.append(_Writing(stretch, cover, group_of, unknown))
+        found[-1].run(results)
+    return found
+
+
+def _taken(writing: _Writing, keys: Sequence[Key]) -> list[Band | None]:
+    """Return the part of each argument that a tile reads; None: the whole, or nothing."""
+    return [writing.cover.outside.get(of) if cut else None for of, cut in keys]
+
+
+def _like(keys: Sequence[Key], takes: Sequence[Band | None]) -> list[torch.Tensor]:
+    return [_narrow(of.meta[VALUE], band) for (of, _), band in zip(keys, takes, strict=True)]
+
 
 def forward_of(stretch: Stretch, results: Sequence[fx.Node], name: str, parts: int,
                keys: Sequence[Key] | None = None) -> tuple[Banded, list[Key]] | None:
-    """Return the results of a stretch as one computation in tiles, and its arguments; None if it cannot run
-    in so many."""
-    tiles: list[Any] = []
-    for k in range(parts):
-        cover = stretch.cover(k, parts, results)
-        if cover is None:
-            return None
-        writing = _Writing(stretch, cover, {})
-        writing.run(results)
-        keys = [key for key, _ in writing.inputs] if keys is None else keys
-        graph = _ordered(writing.graph, [writing.inputs.get((key, None)) for key in keys], keys)
-        with _mode(keys):
-            _describe(graph, [_narrow(of.meta[VALUE], cover.outside[of] if cut else None)
-                              for of, cut in keys])
-        tiles.append((graph, tuple(cover.outside[of] if cut else None for of, cut in keys),
-                      tuple(cover.bands.get(r) for r in results)))
-    assert keys is not None
+    """Return the results of a stretch as one computation in tiles, and its arguments, statistics of norms
+    among them; None if it cannot run in so many."""
+    written = _written(stretch, results, parts)
+    if written is None:
+        return None
+    kept = list(dict.fromkeys(key for w in written for key, _ in w.inputs) if keys is None else keys)
+    tiles = [(graph, takes, tuple(w.cover.bands.get(r) for r in results))
+             for w, (graph, takes) in zip(written, _forward_tiles(written, kept), strict=True)]
     made = [Part(tuple(v.shape), v.dtype, v.device, stretch.dims.get(r))
             for r in results for v in [r.meta[VALUE]]]
-    kept = list(keys)
 
     def coarser(fewer: int) -> Banded | None:
         found = forward_of(stretch, results, name, fewer, kept)
         return None if found is None else found[0]
 
-    return Banded(name, stretch.about, parts, runs_of(tiles), tuple(made), coarser), kept
+    return Banded(name, stretch.about, parts, runs_of(tiles, range(len(made))), tuple(made), coarser), kept
+
+
+def _forward_tiles(written: Sequence[_Writing], keys: Sequence[Key],
+                   ) -> Iterator[tuple[fx.Graph, tuple[Band | None, ...]]]:
+    """Yield the operations of each tile, with a placeholder for each argument, and the part of each."""
+    known: dict[str, fx.Graph] = {}
+    for writing in written:
+        takes = _taken(writing, keys)
+        text = f"{writing.graph}{[b and (b.dim, len(b)) for b in takes]}"
+        if text not in known:
+            known[text] = _ordered(writing.graph, [writing.inputs.get((key, None)) for key in keys],
+                                   _names(keys))
+            with _mode(keys):
+                _describe(known[text], _like(keys, takes))
+        yield known[text], tuple(takes)
+
+
+STATISTICS = 4
+"""Results of a norm's passes: the sum of values, the sum of squares, mean and variance."""
+
+
+def statistics_of(stretch: Stretch, norms: Mapping[fx.Node, int], name: str, parts: int,
+                  keys: Sequence[Key] | None = None) -> tuple[Banded, list[Key]] | None:
+    """Return the statistics of norms as one computation in tiles with `STATISTICS` results for each norm, and
+    its arguments; None if it cannot run in so many. `norms`: as `Stretch.norms` finds them."""
+    own: dict[Key, int] = {}
+    passes = []
+    for k, (norm, dim) in enumerate(norms.items()):
+        written = _written(stretch, (), parts, norms={norm: dim}, unknown=norm)
+        if written is None:
+            return None
+        passes.append(written)
+        own |= {(port.of, False): STATISTICS * k + 2 + i
+                for i, port in enumerate(stretch.statistics(norm))}
+    kept = list(dict.fromkeys(key for written in passes for w in written for key, _ in w.inputs
+                              if key not in own) if keys is None else keys)
+    runs: list[TileRun] = []
+    made: list[Part] = []
+    for norm, written in zip(norms, passes, strict=True):
+        like = stretch.statistics(norm)[0].of.meta[VALUE]
+        sums = [Part(tuple(like.shape), torch.float64, like.device, None)] * 2
+        reads = [key for key in own if own[key] < len(made)]
+        known = [*kept, *reads]
+        tiles = [(graph, takes[:len(kept)], (None, None)) for graph, takes in _forward_tiles(written, known)]
+        runs += runs_of(tiles, range(len(made), len(made) + 2), [own[key] for key in reads])
+        runs.append(_finish(norm, kept, len(made)))
+        made += [*sums, *[Part(tuple(like.shape), like.dtype, like.device, None)] * 2]
+
+    def coarser(fewer: int) -> Banded | None:
+        found = statistics_of(stretch, norms, name, fewer, kept)
+        return None if found is None else found[0]
+
+    return Banded(name, stretch.about, parts, tuple(runs), tuple(made), coarser), kept
+
+
+def _finish(node: fx.Node, keys: Sequence[Key], first: int) -> TileRun:
+    """Return what makes mean and variance of sums. `first`: the number of the first of these results."""
+    norm = norm_of(node)
+    assert norm is not None
+    with _mode(keys):
+        like = [torch.empty(norm.shape, dtype=torch.float64, device=norm.x.meta[VALUE].device)
+                for _ in range(2)]
+    derived = operations_of(finished(norm), like)
+    graph = _ordered(derived, [*[None] * len(keys), *(n for n in derived.nodes if n.op == "placeholder")],
+                     [*_names(keys), "sums", "squares"])
+    with _mode(keys):
+        _describe(graph, [*_like(keys, [None] * len(keys)), *like])
+    return TileRun(graph, ((None,) * len(keys),), ((None, None),), (first + 2, first + 3), (first, first + 1))
 
 
 def backward_of(stretch: Stretch, entering: Sequence[fx.Node], groups: Sequence[Sequence[Port]], name: str,
                 parts: int, keys: Sequence[Key] | None = None) -> tuple[Banded, list[Key]] | None:
-    """Return gradients of a stretch as one computation in tiles, and its arguments, which the gradients of
-    `entering` results follow; None if it cannot run in so many. `groups`: of ports, with a gradient for
-    each."""
-    group_of = {port: g for g, ports in enumerate(groups) for port in ports}
-    tiles: list[Any] = []
+    """Return gradients of a stretch as one computation in tiles, and its arguments, statistics of norms among
+    them, which the gradients of `entering` results follow; None if it cannot run in so many. `groups`: of
+    ports, with a gradient for each; gradients of statistics are further results."""
+    norms = stretch.norms(entering)
+    every = [*groups, *([port] for norm in norms for port in stretch.statistics(norm))]
+    group_of = {port: g for g, ports in enumerate(every) for port in ports}
+    passes: list[tuple[list[_Writing], list[int]]] = []
+    order = list(norms)
+    for k in range(len(order), -1, -1):
+        wanted = stretch.statistics(order[k - 1]) if k else [port for ports in groups for port in ports]
+        later = order[k:]
+        written = _written(stretch, entering, parts, group_of={port: group_of[port] for port in wanted},
+                           norms={n: norms[n] for n in later})
+        if written is None:
+            return None
+        passes.append((written, [group_of[port] for n in later for port in stretch.statistics(n)]))
+    kept = list(dict.fromkeys(key for written, _ in passes for w in written for key, _ in w.inputs)
+                if keys is None else keys)
+    runs: list[TileRun] = []
+    gives: dict[int, list[Band | None]] = {}
     known: dict[str, fx.Graph] = {}
-    for k in range(parts):
-        cover = stretch.cover(k, parts, entering)
-        if cover is None:
-            return None
-        writing = _Writing(stretch, cover, group_of)
-        writing.run(entering)
-        if len({g for _, g in writing.inputs} - {None}) < len(groups):
-            return None
-        if keys is None:
-            keys = list(dict.fromkeys(key for key, _ in writing.inputs))
-        takes = [*(cover.outside[of] if cut else None for of, cut in keys),
-                 *(cover.bands.get(r) for r in entering)]
-        text = f"{writing.graph}{[b and (b.dim, len(b)) for b in takes]}"
-        if text not in known:
-            with _mode(keys):
-                like = [_narrow(v, b) for v, b in zip(
-                    [*(of.meta[VALUE] for of, _ in keys), *(r.meta[VALUE] for r in entering)], takes,
-                    strict=True)]
-                like[len(keys):] = [torch.empty(v.shape, dtype=v.dtype, device=v.device)
-                                    for v in like[len(keys):]]
-            known[text] = _gradients(writing, keys, len(groups), like)
-        gives = tuple(cover.outside.get(ports[0].of) for ports in groups)
-        tiles.append((known[text], tuple(takes), gives))
-    assert keys is not None
+    for written, reads in passes:
+        reached = sorted({g for w in written for _, g in w.inputs if g is not None})
+        tiles: list[Any] = []
+        for w in written:
+            if len({g for _, g in w.inputs} - {None}) < len(reached):
+                return None
+            takes = [*_taken(w, kept), *(w.cover.bands.get(r) for r in entering)]
+            text = f"{w.graph}{[b and (b.dim, len(b)) for b in takes]}{reads}"
+            if text not in known:
+                more = [*zip((r.meta[VALUE] for r in entering), takes[len(kept):], strict=True),
+                        *((every[g][0].of.meta[VALUE], None) for g in reads)]
+                with _mode(kept):
+                    like = [*_like(kept, takes[:len(kept)]), *(torch.empty(
+                        v.shape, dtype=v.dtype, device=v.device) for v, b in more for v in [_narrow(v, b)])]
+                known[text] = _gradients(w, kept, reached, like)
+            parts_given = tuple(w.cover.outside.get(every[g][0].of) for g in reached)
+            for g, band in zip(reached, parts_given, strict=True):
+                gives.setdefault(g, []).append(band)
+            tiles.append((known[text], tuple(takes), parts_given))
+        runs += runs_of(tiles, reached, reads)
+    if len(gives) < len(every) or any(len({b and b.dim for b in bands}) > 1 for bands in gives.values()):
+        return None
     made = []
-    for g, ports in enumerate(groups):
-        value, bands = ports[0].of.meta[VALUE], [t[2][g] for t in tiles]
-        made.append(Part(tuple(value.shape), value.dtype, value.device,
-                         None if bands[0] is None else bands[0].dim,
-                         bands[0] is not None and not _cover_once(bands, value.shape[bands[0].dim])))
-    kept = list(keys)
+    for g, ports in enumerate(every):
+        value, bands = ports[0].of.meta[VALUE], [b for b in gives[g] if b is not None]
+        made.append(Part(tuple(value.shape), value.dtype, value.device, bands[0].dim if bands else None,
+                         bool(bands) and not _cover_once(bands, value.shape[bands[0].dim])))
 
     def coarser(fewer: int) -> Banded | None:
         found = backward_of(stretch, entering, groups, name, fewer, kept)
         return None if found is None else found[0]
 
-    return Banded(name, stretch.about, parts, runs_of(tiles), tuple(made), coarser), kept
+    return Banded(name, stretch.about, parts, tuple(runs), tuple(made), coarser), kept
 
 
-def _gradients(writing: _Writing, keys: Sequence[Key], groups: int, like: Sequence[torch.Tensor]) -> fx.Graph:
-    """Return the gradients of one tile, derived from its operations. `like`: its arguments."""
+def _gradients(writing: _Writing, keys: Sequence[Key], groups: Sequence[int], like: Sequence[torch.Tensor],
+               ) -> fx.Graph:
+    """Return the gradients of one tile, derived from its operations. `like`: its arguments, the gradients of
+    its results last."""
     at = {key: k for k, key in enumerate(keys)}
 
     def derive(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -320,12 +477,13 @@ def _gradients(writing: _Writing, keys: Sequence[Key], groups: int, like: Sequen
             if group is not None:
                 leaves[group] = values[node].requires_grad_()
         results = _run(writing.graph, values)
-        found = _derived(results, [leaves[g] for g in range(groups)], given[len(keys):])
-        return tuple(torch.zeros_like(leaves[g]) if made is None else made for g, made in enumerate(found))
+        found = _derived(results, [leaves[g] for g in groups], given[len(keys):])
+        return tuple(torch.zeros_like(leaves[g]) if made is None else made
+                     for g, made in zip(groups, found, strict=True))
 
     derived = operations_of(derive, like)
-    graph = _ordered(derived, [n for n in derived.nodes if n.op == "placeholder"], [
-        *keys, *((None, v.shape == ()) for v in like[len(keys):])])
+    graph = _ordered(derived, [n for n in derived.nodes if n.op == "placeholder"],
+                     [*_names(keys), *["grad"] * (len(like) - len(keys))])
     with like[0].fake_mode:                                     # type: ignore[attr-defined]
         _describe(graph, like)
     return graph
@@ -374,12 +532,15 @@ def _cover_once(bands: Sequence[Band], size: int) -> bool:
         a.stop == b.start for a, b in zip(bands, bands[1:], strict=False))
 
 
-def _ordered(graph: fx.Graph, inputs: Sequence[fx.Node | None], keys: Sequence[Any]) -> fx.Graph:
+def _names(keys: Sequence[Key]) -> list[str]:
+    return ["x" if cut else "w" for _, cut in keys]
+
+
+def _ordered(graph: fx.Graph, inputs: Sequence[fx.Node | None], names: Sequence[str]) -> fx.Graph:
     """Return a copy of a graph whose placeholders are in the order of arguments."""
     made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node, (of, cut) in zip(inputs, keys, strict=True):
-        name = ("x" if cut else "w") if of is not None else "grad"
+    for node, name in zip(inputs, names, strict=True):
         new = made.placeholder(name)
         if node is not None:
             copies[node] = new

@@ -1,16 +1,20 @@
 """The rewrite that lets stretches of operations run in tiles: images of a batch, bands of an image, blocks of
 a sequence. Where one layer sets the smallest budget, no order of operations needs less; tiles do.
 
-A stretch ends where elements are mixed (a batch norm that is trained), where something is drawn at random,
-and where a value is needed whole: the keys and values of an attention. Of the dimensions that can be cut, the
-one counts with which the largest stretch needs least.
+A stretch ends where elements are mixed, where something is drawn at random, and where a value is needed
+whole: the keys and values of an attention. Of the dimensions that can be cut, the one counts with which the
+largest stretch needs least.
+
+Norms that mix elements (a batch norm that is trained) end a stretch, too, or have their statistics computed
+before, in a pass over tiles that computes the stretch up to the norm once more.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +23,13 @@ from torch import fx
 
 from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.passes.joint import Joint, readers_of
-from rkmate.graph.passes.tiles.cuts import EVEN, Band, Need, piece, shape_of, summand
+from rkmate.graph.passes.tiles.cuts import EVEN, piece, summand
 from rkmate.graph.passes.tiles.matching import Matcher
+from rkmate.graph.passes.tiles.norms import moved_on, norm_of
+from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, shape_of, value_of
 from rkmate.graph.passes.tiles.rewrite import call_meta, item_of, late_nodes, put_in_order
 from rkmate.graph.passes.tiles.stretch import (
+    STATISTICS,
     Key,
     Port,
     Stretch,
@@ -31,9 +38,11 @@ from rkmate.graph.passes.tiles.stretch import (
     forward_of,
     length_of,
     spread,
+    statistics_of,
     sum_of,
 )
 from rkmate.torch_seam.nodes import VALUE, is_backward, wish_of
+from rkmate.torch_seam.trace import operations_of
 
 aten = torch.ops.aten
 
@@ -42,6 +51,8 @@ MOST_PARTS = 32
 MOST_WORK = 2.0
 """The work of all tiles together at most, as a multiple of the whole's: what windows see of neighbours is
 computed in each tile."""
+MOST_NORMS = 4
+"""Norms with passes of their own in a stretch, at most: each pass computes the stretch once more."""
 CUTS = 24
 """Places in a stretch at which it may be cut in two, at most."""
 CLEARLY = 0.7
@@ -50,6 +61,11 @@ EXACT = 1.01
 """Tiles that compute so little more than the whole do not overlap: fewer of them would need more."""
 SMALL = 0.5
 """A stretch that needs less than this part of the largest one runs as it is."""
+A_PART = 0.02
+"""Parts of a stretch with norms cost as much as this part of the work of the whole stretch: so much is
+computed again rather than to have one more."""
+_SMALL_VOLUME = 20480
+"""Elements of the first four dimensions up to which torch does not hand a convolution to oneDNN."""
 _HEAVY = (aten.convolution.default, aten.mm.default, aten.addmm.default, aten.bmm.default)
 
 
@@ -69,14 +85,17 @@ AXES = (IMAGES, Axis("blocks of a sequence", {2: 0, 3: 1}), Axis("bands of an im
 
 def tile_stretches(joint: Joint) -> None:
     """Note the weights of what could run in tiles; let stretches run so where that is asked for."""
-    if "tiles" not in joint.choices:
-        joint.concerned["tiles"] = tuple(n.name for n in joint.graph.nodes
-                                         if n.target in _HEAVY and not is_backward(n))
-        return
-    names: list[str] = []
-    for plan in _chosen(joint):
-        names += _rewrite(joint, plan) or []
+    forward = [n for n in joint.graph.nodes if not is_backward(n)]
+    names = [n.name for n in forward if n.target in _HEAVY]
+    norms = names if any(norm_of(n) is not None for n in forward) else []
+    if "tiles" in joint.choices:
+        names, norms = [], []
+        for plan in _chosen(joint):
+            found = _rewrite(joint, plan) or []
+            names += found
+            norms += found if plan.labels.mixing.intersection(plan.nodes) else []
     joint.concerned["tiles"] = tuple(dict.fromkeys(names))
+    joint.concerned["tiled-norms"] = tuple(dict.fromkeys(norms))
 
 
 # -- What can be cut along an axis -----------------------------------------------------------------
@@ -89,6 +108,8 @@ class _Labels:
     axis: Axis
     images: int
     """The length of the first dimension of the model's inputs; 1 where they differ."""
+    passes: bool = False
+    """Whether norms may have passes of their own."""
     dims: dict[fx.Node, int] = field(default_factory=dict)
     sums: dict[fx.Node, int] = field(default_factory=dict)
     inner: set[fx.Node] = field(default_factory=set)
@@ -96,6 +117,8 @@ class _Labels:
     level: dict[fx.Node, int] = field(default_factory=dict)
     """Operations of a level read whole values of lower levels only."""
     needs: dict[fx.Node, tuple[Need, ...]] = field(default_factory=dict)
+    mixing: set[fx.Node] = field(default_factory=set)
+    """Norms that have a pass of their own."""
 
     def __contains__(self, node: fx.Node) -> bool:
         return node in self.dims or node in self.sums
@@ -118,26 +141,29 @@ class _Labels:
             self.level[node] = max((self.level.get(n, 0) + (n in self) for n in node.all_input_nodes),
                                    default=0)
             return
-        self.level[node], _, dim, summed, self.needs[node] = best
+        self.level[node], _, dim, summed, made = best
+        self.needs[node] = made.needs
         (self.sums if summed else self.dims)[node] = dim
+        self.mixing |= {node} if made.mixes else set()
 
     def _ways(self, node: fx.Node, moving: Collection[fx.Node],
-              ) -> Iterator[tuple[int, int, int, bool, tuple[Need, ...]]]:
-        """Yield level, operands that continue a stretch (negative), dimension, whether it sums, and needs."""
+              ) -> Iterator[tuple[int, int, int, bool, Piece]]:
+        """Yield level, operands that continue a stretch (negative), dimension, whether it sums, and the
+        operation."""
         shape = shape_of(node)
         for dim, size in enumerate(shape):
             made = piece(node, Band(dim, 0, size)) if size > 1 else None
-            if made is not None:
+            if made is not None and (self.passes or not made.mixes):
                 level, hits, cuts = self._joins(made.needs, moving)
                 if hits or (cuts and self._starts(shape, dim)):
-                    yield level, -hits, dim, False, made.needs
+                    yield level, -hits, dim, False, made
         first: Any = node.args[0] if node.args else None
         if first in self.dims:
             dim = self.dims[first]
             made = summand(node, Band(dim, 0, shape_of(first)[dim]))
             if made is not None:
                 level, hits, _ = self._joins(made.needs, moving)
-                yield level, -hits, dim, True, made.needs
+                yield level, -hits, dim, True, made
 
     def _starts(self, shape: Sequence[int], dim: int) -> bool:
         """Return whether a stretch may begin with a value that is cut along this dimension."""
@@ -198,7 +224,7 @@ def _is_one(node: fx.Node) -> bool:
 
 def _labels(joint: Joint, axis: Axis, late: Collection[fx.Node], moving: Collection[fx.Node]) -> _Labels:
     lengths = {(shape_of(n) or (1,))[0] for n, s in joint.sources.items() if s.kind == "input"}
-    labels = _Labels(axis, lengths.pop() if len(lengths) == 1 else 1)
+    labels = _Labels(axis, lengths.pop() if len(lengths) == 1 else 1, "tiled-norms" in joint.choices)
     for node in joint.graph.nodes:
         if node.op == "call_function" and not is_backward(node) and node not in late:
             labels.take(node, moving)
@@ -220,6 +246,8 @@ class _Plan:
     """Estimate of what its backward takes at once."""
     whole: float
     """Estimate of what it takes without tiles."""
+    again: float = 0.0
+    """Estimate of the work of passes for norms, as a part of all work."""
 
 
 def _chosen(joint: Joint) -> list[_Plan]:
@@ -245,16 +273,34 @@ def _chosen(joint: Joint) -> list[_Plan]:
 
 def _alone(node: fx.Node, moving: Collection[fx.Node]) -> float:
     """Return the bytes that the backward of one operation takes at once: its operands and their gradients,
-    and the gradient of its result."""
+    and the gradient of its result; for a convolution, whose kernels work in a layout of their own, twice."""
     if is_view(node) or node.target is operator.getitem:
         return 0.0
-    return _bytes(node) + sum((2 if n in moving else 1) * _bytes(n) for n in node.all_input_nodes)
+    found = _bytes(node) + sum((2 if n in moving else 1) * _bytes(n) for n in node.all_input_nodes)
+    return found * (2 if node.target is aten.convolution.default else 1) + _columns(node)
+
+
+def _columns(node: fx.Node, share: float = 1.0) -> float:
+    """Return the bytes of the windows of a small volume, which torch's kernel on a CPU lays side by side.
+    `share`: of the dimension that is cut."""
+    if node.target is not aten.convolution.default or value_of(node).dim() != 5 \
+            or value_of(node).device.type != "cpu":
+        return 0.0
+    x, (made, channels, *kernel) = shape_of(node.args[0]), shape_of(node.args[1])
+    if node.args[6] or node.args[8] != 1 or math.prod(x[:4]) * share > _SMALL_VOLUME:
+        return 0.0
+    return channels * math.prod(kernel) * _bytes(node) / made * share
 
 
 def _bytes(node: fx.Node) -> int:
     value = node.meta.get(VALUE)
     value = value[0] if isinstance(value, (tuple, list)) and value else value
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _weight(nodes: Iterable[fx.Node]) -> float:
+    """Return the bytes of operations' results and their gradients."""
+    return 2.0 * sum(_bytes(n) for n in nodes if not is_view(n) and n.target is not operator.getitem)
 
 
 @dataclass(eq=False)
@@ -278,9 +324,9 @@ class _Parting:
         for j in places[1:]:
             most[j] = min(max(most[i], known[i, j].bytes) for i in places if i < j)
         limit = max(self.least, most[places[-1]])
-        best: dict[int, tuple[int, float, int]] = {0: (0, 0.0, 0)}
+        best: dict[int, tuple[float, float, int]] = {0: (0, 0.0, 0)}
         for j in places[1:]:
-            ways = [(best[i][0] + 1, known[i, j].bytes, i) for i in places
+            ways = [(best[i][0] + A_PART + known[i, j].again, known[i, j].bytes, i) for i in places
                     if i < j and i in best and known[i, j].bytes <= limit]
             if ways:
                 best[j] = min(ways)
@@ -303,7 +349,7 @@ class _Parting:
         for k in range(1, len(nodes)):
             open_.add(nodes[k - 1])
             open_ = {n for n in open_ if last[n] >= k}
-            if nodes[k].target in _HEAVY:
+            if nodes[k].target in _HEAVY or nodes[k] in self.labels.mixing:
                 crossing.append((len(open_), sum(map(_bytes, open_)), k))
         return sorted([0, len(nodes), *(k for *_, k in sorted(crossing)[:CUTS])])
 
@@ -311,6 +357,7 @@ class _Parting:
         labels, inside = self.labels, set(nodes)
         whole = max(_alone(n, self.moving) for n in nodes)
         plain = _Plan(labels, nodes, 1, whole, whole)
+        norms = [n for n in nodes if n in labels.mixing]
         read = {n for node in nodes for n in node.all_input_nodes if n not in inside}
         cut = {o for node in nodes for o, band in labels.needs[node] if band is not None and o in read}
         made = [n for n in nodes if n in self.handed or any(
@@ -318,21 +365,27 @@ class _Parting:
         # Of what is read whole, the sum of the gradients and a tile's own.
         fixed = 2.0 * sum(map(_bytes, cut)) + sum(map(_bytes, made)) + sum(
             (3 if n in self.moving else 2) * _bytes(n) for n in read - cut)
-        own = 2.0 * sum(_bytes(n) for n in nodes if not is_view(n) and n.target is not operator.getitem)
-        if not made or fixed >= whole or len(nodes) < 2 or any(n not in labels for n in made):
+        own = _weight(nodes)
+        if not made or fixed >= whole or len(nodes) < 2 or any(n not in labels for n in made) \
+                or len(norms) > MOST_NORMS:
             return plain
         best = plain
-        most = min(MOST_PARTS, *(length_of(n, labels.dims, labels.sums) for n in made))
+        most = min(MOST_PARTS, *(length_of(n, labels.dims, labels.sums) for n in [*made, *norms]))
         for parts in dict.fromkeys([most, *(n for n in (16, 8, 4, 2) if n < most)]):
-            work = self._work(nodes, made, parts)
-            now = fixed + own * work / parts
+            work = self._work(nodes, made, norms, parts)
+            now = fixed + own * work / parts + max(_columns(n, work / parts) for n in nodes)
             if work <= MOST_WORK and now < best.bytes:
-                best = _Plan(labels, nodes, parts, now, whole)
+                best = _Plan(labels, nodes, parts, now, whole, len(norms) * work * own / self._all)
             if work < EXACT:
                 break
         return best
 
-    def _work(self, nodes: list[fx.Node], made: Sequence[fx.Node], parts: int) -> float:
+    @functools.cached_property
+    def _all(self) -> float:
+        return _weight(self.nodes)
+
+    def _work(self, nodes: list[fx.Node], made: Sequence[fx.Node], norms: Sequence[fx.Node],
+              parts: int) -> float:
         """Return the work of all tiles, as a multiple of the whole's; infinite where the stretch cannot be
         cut so."""
         dims, sums = self.labels.dims, self.labels.sums
@@ -341,14 +394,15 @@ class _Parting:
             size, k = length_of(node, dims, sums), parts // 2
             return Band(dim, size * k // parts, size * (k + 1) // parts)
 
+        whole = max(1, sum(_bytes(n) for n in nodes if n in dims))
         added = [sum_of(n) for n in made if n in sums]
         found = spread(nodes, {n: part(n, dims[n]) for n in made if n in dims},
-                       {n: part(n, sums[n]) for n in added}) if parts > 1 else None
+                       {n: part(n, sums[n]) for n in added}, {n: part(n, dims[n]) for n in norms}) \
+            if parts > 1 else None
         if found is None:
             return math.inf
-        mine = [(n, b) for n, b in found.bands.items() if n in dims]
-        some = sum(_bytes(n) * len(b) / shape_of(n)[b.dim] for n, b in mine)
-        return parts * some / max(1, sum(_bytes(n) for n, _ in mine))
+        some = sum(_bytes(n) * len(b) / shape_of(n)[b.dim] for n, b in found.bands.items() if n in dims)
+        return parts * some / whole
 
 
 # -- A stretch of the joint graph ------------------------------------------------------------------
@@ -360,7 +414,10 @@ def extracted(labels: _Labels, nodes: Sequence[fx.Node], trained: Collection[fx.
     copies: dict[fx.Node, fx.Node] = {}
     stretch = Stretch(labels.axis.name, graph, {}, {}, {})
     inside = set(nodes)
-    inner = [n for n in labels.inner if n.args[0] in inside]
+    inner = [n for n in labels.inner if n.args[0] in inside and n.args[0] not in labels.mixing]
+    items: list[tuple[Any, fx.Node]] = [(n.args[1], n) for n in labels.inner]
+    stretch.statistics_of = {norm: {k: n for k, n in items if n.args[0] is norm}
+                             for norm in nodes if norm in labels.mixing}
     for node in [*nodes, *inner]:
         mine = {}
         for operand in node.all_input_nodes:
@@ -398,21 +455,28 @@ def _rewrite(joint: Joint, plan: _Plan) -> list[str] | None:
     if matched is None:
         return None
     entering, groups = matched
-    forward = backward = None
+    forward = backward = counted = None
+    norms = stretch.norms(stretch.results)
     for parts in range(min(plan.parts, stretch.most_parts()), 1, -1):
         forward = forward_of(stretch, stretch.results, "stretch_forward", parts)
+        counted = statistics_of(stretch, norms, "stretch_statistics", parts) if norms else None
         if forward is not None and groups:
             backward = backward_of(stretch, [r for r, _ in entering], [ports for ports, _ in groups],
                                    "stretch_backward", parts)
-        if forward is not None and (backward is not None or not groups):
+        if forward is not None and (backward is not None or not groups) \
+                and (counted is not None or not norms):
             break
     else:
         return None
     assert forward is not None
     results = [stretch.origin[r] for r in stretch.results]
-    _call(joint, *forward, (), results, backward=False)
+    known: dict[fx.Node, fx.Node] = {}
+    if counted is not None:
+        known = _count(joint, stretch, list(norms), counted)
+    _call(joint, *_with(forward, known), (), results, backward=False)
     if backward is not None:
-        _call(joint, *backward, [g for _, g in entering], [c for _, c in groups], backward=True)
+        _call(joint, *_with(backward, known), [g for _, g in entering], [c for _, c in groups], backward=True)
+    put_in_order(joint.graph)
     return [joint.name(p.of) for p in stretch.ports.values()
             if p.of in joint.sources and joint.sources[p.of].kind == "param"]
 
@@ -428,8 +492,9 @@ def _find_results(joint: Joint, stretch: Stretch) -> None:
     """Note the operations whose results are read outside; for a view, what it looks at."""
     inside = set(stretch.origin.values())
     handed = joint.handed()
+    statistics = {u for items in stretch.statistics_of.values() for u in items.values()}
     outside = [n for n in inside if n in handed or any(
-        u not in inside and not is_backward(u) for u in n.users)]
+        u not in inside and u not in statistics and not is_backward(u) for u in n.users)]
     _add_results(stretch, outside)
 
 
@@ -484,6 +549,9 @@ def _match(joint: Joint, stretch: Stretch) -> tuple[_Entering, _Groups] | None:
             for node in replaced:
                 if node is not gradient and matcher.same(node) is gradient:
                     joint.replace(node, gradient)
+    if any(k < 3 and (n in joint.handed() or not between.issuperset(n.users))
+           for items in stretch.statistics_of.values() for k, n in items.items()):
+        return None
     more = [n for n in stretch.origin.values()
             if any(is_backward(u) and u not in between for u in n.users)]
     _add_results(stretch, more)
@@ -525,16 +593,55 @@ def _together(joint: Joint, matcher: Matcher, leaving: _Groups, between: set[fx.
     return found, sums
 
 
-def _call(joint: Joint, banded: Any, keys: Sequence[Key], more: Sequence[fx.Node],
+def _with(made: tuple[Any, list[Key]], known: Mapping[fx.Node, fx.Node]) -> tuple[Any, list[fx.Node]]:
+    """Return a computation in tiles and its arguments. `known`: statistics of norms in the joint graph."""
+    return made[0], [known.get(of, of) for of, _ in made[1]]
+
+
+def _count(joint: Joint, stretch: Stretch, norms: Sequence[fx.Node], made: tuple[Any, list[Key]],
+           ) -> dict[fx.Node, fx.Node]:
+    """Let tiles compute the statistics of norms, and the running ones be made of these. Returns the values of
+    the joint graph that stand for the stretch's statistics."""
+    whole = [stretch.origin[n] for n in norms]
+    items = _called(joint, *_with(made, {}), whole, backward=False)
+    known = {port.of: items[STATISTICS * k + 2 + i]
+             for k, n in enumerate(norms) for i, port in enumerate(stretch.statistics(n))}
+    for node in norms:
+        norm = norm_of(stretch.origin[node])
+        assert norm is not None
+        if norm.running is None:
+            continue
+        given = [*norm.running, *(known[p.of] for p in stretch.statistics(node))]
+        moved = operations_of(moved_on(norm), [n.meta[VALUE] for n in given])
+        copies = dict(zip([n for n in moved.nodes if n.op == "placeholder"], given, strict=True))
+        replaced = stretch.statistics_of[stretch.origin[node]]
+        with joint.graph.inserting_after(given[-1]):
+            for n in [n for n in moved.nodes if n.op == "call_function"]:
+                copies[n] = joint.graph.node_copy(n, copies.__getitem__)
+                copies[n].meta = call_meta(whole, backward=False) | {VALUE: n.meta[VALUE]}
+        output: Any = moved.output_node().args[0]
+        for k, n in zip((3, 4), output, strict=True):
+            if k in replaced:
+                joint.replace(replaced[k], copies[n])
+    return known
+
+
+def _call(joint: Joint, banded: Any, args: Sequence[fx.Node], more: Sequence[fx.Node],
           results: Sequence[fx.Node], *, backward: bool) -> None:
     """Let a computation in tiles take the place of what makes some values."""
+    items = _called(joint, banded, [*args, *more], results, backward=backward)
+    for k, result in enumerate(results):
+        joint.replace(result, items[k])
+    put_in_order(joint.graph)
+
+
+def _called(joint: Joint, banded: Any, args: Sequence[fx.Node], results: Sequence[fx.Node], *,
+            backward: bool) -> list[fx.Node]:
+    """Return the results of a call that takes the place of what makes some values."""
     after = readers_of(results)
     anchor = next((n for n in joint.graph.nodes if n in after), results[-1])
-    args = (*(of for of, _ in keys), *more)
     with joint.graph.inserting_before(anchor):
-        call = joint.graph.create_node("call_function", banded, args, {}, banded.name)
+        call = joint.graph.create_node("call_function", banded, tuple(args), {}, banded.name)
     with args[0].meta[VALUE].fake_mode:
         call.meta = call_meta(results, backward=backward) | {VALUE: banded.values()}
-    for k, result in enumerate(results):
-        joint.replace(result, item_of(joint, call, k))
-    put_in_order(joint.graph)
+    return [item_of(joint, call, k) for k in range(len(banded.gives))]

@@ -65,6 +65,30 @@ def test_what_fits_without_tiles_runs_without() -> None:
     assert with_.variant == without.variant == "plain" and with_.schedule == without.schedule
 
 
+@pytest.mark.parametrize(("norm", "shape"), [
+    (nn.BatchNorm2d(16), (8, 3, 16, 16)), (nn.GroupNorm(2, 16), (1, 3, 64, 16))], ids=["images", "bands"])
+def test_statistics_of_norms_are_whole_inputs(norm: nn.Module, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), norm, nn.ReLU(), nn.Conv2d(16, 4, 3, padding=1))
+    model, x = nn.Sequential(model, nn.Sigmoid(), nn.AvgPool2d(2)), torch.randn(*shape)
+    exact = copy.deepcopy(model).double()
+    least = _smallest(model, x, AUTO)
+    assert least < 0.6 * _smallest(model, x, NEVER)
+    with pytest.warns(rkmate.RkmateWarning, match="passes over tiles for their statistics"):
+        wrapped = rkmate.wrap(model, (x,), budget=least, settings=AUTO, progress=False)
+    assert wrapped.plan.variant == "tiles+tiled-norms"
+    weight = torch.randn(exact(x.double()).shape)
+    exact.load_state_dict(copy.deepcopy(model.state_dict()))
+    for _ in range(2):
+        (wrapped(x) * weight).sum().backward()
+        (exact(x.double()) * weight).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), exact.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad.double(), q[1].grad, rtol=1e-4, atol=1e-4, msg=name)
+    for p, q in zip(model.buffers(), exact.buffers(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6, check_dtype=False)
+    assert measure_peak(lambda: (wrapped(x) * weight).sum().backward()).peak <= least + 3 * weight.nbytes
+
+
 def test_a_batch_norm_ends_a_stretch() -> None:
     model, x = Net(norm=True), torch.randn(8, 3, 16, 16)
     plan = rkmate.plan(model, (x,), budget=1.0, settings=Settings(costs="analytic", tiles="always"),

@@ -1,0 +1,92 @@
+"""Parts of values, and operations on parts: what the rules of operators are written with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from rkmate.torch_seam.nodes import VALUE
+
+
+@dataclass(frozen=True)
+class Band:
+    """A part of a value: a range of one dimension."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def around(self, other: Band) -> Band:
+        """Return the smallest range that holds both. Raises `ValueError` for another dimension."""
+        if other.dim != self.dim:
+            raise ValueError(f"{self} and {other} are ranges of different dimensions")
+        return Band(self.dim, min(self.start, other.start), max(self.stop, other.stop))
+
+
+Need = tuple[fx.Node, Band | None]
+"""An operand, and the part of it that is needed; None: the whole."""
+
+
+class Write(Protocol):
+    """Writes the operations of one tile."""
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add an operation."""
+
+    def get(self, need: Need) -> Any:
+        """Return an operand's part in this tile."""
+
+    def statistics(self, norm: fx.Node) -> tuple[Any, Any] | None:
+        """Return mean and variance of what a norm reads; None while tiles compute them."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An operation, for a part of its result."""
+
+    needs: tuple[Need, ...]
+    write: Callable[[Write], Any]
+    """Writes it, and returns its value."""
+    mixes: bool = False
+    """Whether it reads statistics of the whole operand, which tiles have computed before."""
+
+
+Rule = Callable[[fx.Node, Band], Piece | None]
+
+
+def value_of(node: fx.Node) -> Any:
+    """Return a node's value, or the first one of several."""
+    value = node.meta.get(VALUE)
+    return value[0] if isinstance(value, (tuple, list)) and value else value
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """Return the shape of a node's value, or of the first of several; empty if it is not a tensor."""
+    value = value_of(node) if isinstance(node, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def arguments(node: fx.Node, defaults: Sequence[Any] = ()) -> list[Any]:
+    """Return the positional arguments of a node, the last ones by default."""
+    args: tuple[Any, ...] = tuple(node.args)
+    return [*args, *defaults[len(args):]]
+
+
+def same(node: fx.Node, needs: Sequence[Need], *, args: Sequence[Any] | None = None) -> Piece:
+    """Return the operation itself, on parts of some operands, and with other arguments."""
+    parts = dict(needs)
+    mine: Any = tuple(node.args) if args is None else tuple(args)
+
+    def write(tile: Write) -> fx.Node:
+        given, kwargs = fx.node.map_arg((mine, node.kwargs), lambda n: tile.get((n, parts.get(n))))
+        return tile.call(node.target, *given, **kwargs)
+
+    others = [n for n in node.all_input_nodes if n not in parts]
+    return Piece((*needs, *((n, None) for n in others)), write)
