@@ -103,7 +103,8 @@ def rows_of(case: Case, layers: int | None) -> list[str]:
                 rows.append(row(f"each layer checkpointed, {name} resharding", found.peak, found.seconds,
                                 [(graph.c[s.c].name, graph.c[s.c].time) for s in schedule.steps
                                  if isinstance(s, Compute)]))
-            for budget in budgets:
+            left = rkmate.auto_budget(model)
+            for budget in (*(b for b in budgets if b <= left), left):
                 plan = plan_prepared(prepared, budget)
                 nodes = plan.graph.computations
                 rows.append(row(f"rkmate, {size(budget)}", plan.peak_bytes, plan.step_seconds,
@@ -113,8 +114,8 @@ def rows_of(case: Case, layers: int | None) -> list[str]:
             held = sum(map(bytes_held, model.parameters()))
     seconds = time.process_time() - begin
     about = (f"{case.name} on {case.ranks} H100s, {case.batch} x {LENGTH:,} tokens a rank, bfloat16: "
-             f"parameters, gradients and AdamW's states take {size(4 * held)} of {size(gpu.memory_bytes)}. "
-             f"Planned in {seconds:.0f} seconds of processor time.")
+             f"parameters, gradients and AdamW's states take {size(4 * held)} of {size(gpu.memory_bytes)}; "
+             f"{size(left)} are left for a step. Planned in {seconds:.0f} seconds of processor time.")
     head = ["| | step | time | collectives | gathers |", "|---|---|---|---|---|"]
     return [about, "", *head, *rows, ""]
 

@@ -429,3 +429,13 @@ def test_scenarios_of_the_field(on_the_path: None, tmp_path: Path) -> None:
     assert "| torch | 2 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |" in page and page.count("`rkmate.apply(model") == 3
     assert len({(s.library, s.name) for s in field.SCENARIOS}) == len(field.SCENARIOS) >= 150
     assert field.main(given) == list(found.values()), "what is there is not run again"
+
+
+@pytest.mark.slow
+def test_a_mesh_that_is_not_here(on_the_path: None) -> None:
+    import mesh
+
+    about, _, *table, _ = mesh.rows_of(mesh.CASES["8b"], 2)
+    assert "on 8 H100s" in about and len(table) == 7 and all(line.count("|") == 6 for line in table)
+    gathers = [int(line.split("|")[5]) for line in table[2:4]]
+    assert gathers == [7 * 2 * 2 + 2, 7 * 2 + 2]

@@ -208,12 +208,9 @@ def test_tied_and_frozen_in_bfloat16(found: Found) -> None:
 
 @pytest.fixture
 def one_of_two() -> Iterator[None]:
-    """A group of two ranks of which one is there, and whose collectives do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+    """A group of two ranks of which one is there."""
+    with rkmate.distributed.fake_mesh(shard=2):
+        yield
 
 
 @pytest.mark.usefixtures("one_of_two")
