@@ -24,20 +24,6 @@ from dataclasses import replace
 from typing import Any
 
 
-def gpt(layers: int, width: int, length: int) -> tuple[Any, dict[str, Any]]:
-    """The model, and the arguments of its forward."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=layers, n_embd=width, n_head=8, n_positions=length, vocab_size=4096, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False)
-    model = transformers.GPT2LMHeadModel(config).train()
-    ids = torch.randint(0, 4096, (4, length))
-    return model, {"input_ids": ids, "labels": ids}
-
-
 class _Unmetered:
     """In place of the meter that planning itself uses: the two cannot run at once."""
 
@@ -54,6 +40,8 @@ class _Unmetered:
 def allocated(layers: int, width: int, length: int) -> None:
     """Print the bytes that planning allocates in addition to the model, and those that training the largest
     block takes: one line of JSON."""
+    import planning_models
+
     from rkmate.device.cpu import Cpu
     from rkmate.ir.schedule import from_order
     from rkmate.ir.simulate import simulate
@@ -63,7 +51,7 @@ def allocated(layers: int, width: int, length: int) -> None:
     from rkmate.pipeline.settings import Settings
     from rkmate.support.progress import Progress
 
-    model, kwargs = gpt(layers, width, length)
+    model, kwargs = planning_models.gpt(layers, width, length)
     Cpu.parts_meter = lambda device: _Unmetered()  # type: ignore[assignment,method-assign,misc]
     found = []
 
@@ -86,6 +74,8 @@ def allocated(layers: int, width: int, length: int) -> None:
 
 def measure(layers: int, width: int, length: int) -> None:
     """One depth; prints one line of JSON."""
+    import planning_models
+
     from rkmate.pipeline.attempts import attempted
     from rkmate.pipeline.prepare import prepare, trace
     from rkmate.pipeline.settings import Settings
@@ -94,7 +84,7 @@ def measure(layers: int, width: int, length: int) -> None:
     from rkmate.planners.registry import planner
     from rkmate.support.progress import Progress
 
-    model, kwargs = gpt(layers, width, length)
+    model, kwargs = planning_models.gpt(layers, width, length)
     start = time.perf_counter()
     prepared = prepare(trace(model, (), kwargs, Settings(), Progress(False)))
     solved, method, whole = solve(prepared), planner("rockmate"), prepared.baseline
@@ -133,8 +123,9 @@ STAGES = (
 )
 """Stages of planning, each with the function whose calls it consists of, by the name that its caller knows.
 What a stage calls of another one counts there alone."""
-OTHERS = ("efficientnet", "densenet", "swin", "unet", "lstm")
-"""Models without equal blocks, or with few."""
+OTHERS = ("efficientnet", "densenet-24", "swin", "hrnet", "unet", "diffusers", "detr", "mixture", "lstm-100",
+          "ode-200")
+"""Models without equal blocks, or with few. A number after the name: of layers, or of steps."""
 
 
 class Clock:
@@ -169,71 +160,23 @@ class Clock:
             setattr(module, name, self.timed(stage, getattr(module, name)))
 
 
-def other(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A model without equal blocks, and the arguments of its forward."""
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    images, labels = torch.randn(4, 3, 64, 64), torch.randint(0, 10, (4,))
-    if name == "efficientnet":
-        from transformers import EfficientNetConfig, EfficientNetForImageClassification
-        config: Any = EfficientNetConfig(image_size=64, num_labels=10, width_coefficient=0.5)
-        model: Any = EfficientNetForImageClassification(config)
-        return model.train(), (), {"pixel_values": images, "labels": labels}
-    if name == "swin":
-        from transformers import SwinConfig, SwinForImageClassification
-        config = SwinConfig(image_size=64, patch_size=2, embed_dim=32, depths=[2, 2, 2], num_heads=[2, 4, 8],
-                            window_size=4, num_labels=10)
-        model = SwinForImageClassification(config)
-        return model.train(), (), {"pixel_values": images, "labels": labels}
-    if name == "unet":
-        from rkmate.cli.demo_models import UNet
-        return UNet().train(), (images,), {}
-    if name == "lstm":
-        class Unrolled(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.cell = nn.LSTMCell(64, 64)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                h = c = x.new_zeros(x.shape[1], 64)
-                for step in x:
-                    h, c = self.cell(step, (h, c))
-                return h.sum()
-        return Unrolled(), (torch.randn(100, 8, 64),), {}
-
-    class Dense(nn.Module):
-        def __init__(self, layers: int = 24) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.BatchNorm2d(16 + 8 * k), nn.ReLU(), nn.Conv2d(16 + 8 * k, 8, 3, padding=1))
-                for k in range(layers))
-            self.first = nn.Conv2d(3, 16, 3, padding=1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            for layer in self.layers:
-                x = torch.cat([x, layer(x)], 1)
-            return x.mean()
-    return Dense().train(), (images,), {}
-
-
 def profile(name: str, width: int, length: int, costs: Any) -> None:
     """Wrap one model at half of its peak and run a step, all stages timed; prints one line of JSON."""
+    spent: dict[str, Any] = {}
+    clock = Clock()
+    begin = time.process_time(), time.perf_counter()
+    importlib.import_module("torch")
+    spent["torch"] = time.process_time() - begin[0], time.perf_counter() - begin[1], 1
     begin = time.process_time(), time.perf_counter()
     import rkmate
     from rkmate.torch_seam.trace import load
 
     load()
-    args: tuple[Any, ...] = ()
-    loading = time.process_time() - begin[0], time.perf_counter() - begin[1], 1
-    if name.isdigit():
-        model, kwargs = gpt(int(name), width, length)
-    else:
-        model, args, kwargs = other(name)
-    clock = Clock()
     clock.watch()
+    spent["loading"] = time.process_time() - begin[0], time.perf_counter() - begin[1], 1
+    import planning_models
+
+    model, args, kwargs = planning_models.made(name, width, length)
     begin = time.process_time(), time.perf_counter()
     wrapped = rkmate.wrap(model, args, kwargs, budget=0.5, progress=False,
                           settings=rkmate.Settings(costs=costs))
@@ -242,7 +185,7 @@ def profile(name: str, width: int, length: int, costs: Any) -> None:
     loss = out if hasattr(out, "backward") else out.loss
     loss.sum().backward()
     done = time.process_time() - begin[0], time.perf_counter() - begin[1]
-    spent = {"loading": loading, **clock.spent}
+    spent |= clock.spent
     spent["rest"] = (*(planned[k] - sum(v[k] for v in clock.spent.values()) for k in range(2)), 1)
     spent["first step"] = (*(done[k] - planned[k] for k in range(2)), 1)
     print(json.dumps({"spent": spent, "variant": wrapped.plan.variant, "nodes": dict(wrapped.plan.nodes),
@@ -251,7 +194,7 @@ def profile(name: str, width: int, length: int, costs: Any) -> None:
 
 def print_profiles(names: list[str], width: int, length: int) -> None:
     """Print a table of the stages' seconds for each model and source of costs, in two processes each."""
-    columns = ("loading", *(stage for stage, _ in STAGES), "rest", "first step")
+    columns = ("torch", "loading", *(stage for stage, _ in STAGES), "rest", "first step")
     print("Processor seconds (wall seconds), in calls of the stage if more than one.\n")
     print(f"| model | costs | process | {' | '.join(columns)} | all | captured | unique of blocks |")
     print("|" + "---|" * (len(columns) + 6))

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import rkmate
+import rkmate.distributed
 import rkmate.dtr
 from rkmate.settings import MOVED
 
@@ -49,6 +50,9 @@ def api_text() -> str:
         parts += ["## More\n", *(_entry(rkmate, n) for n in rest)]
     parts.append("## Errors and warnings\n")
     parts += [_entry(rkmate, n) for n in sorted(errors)]
+    parts += ["## Sharded models\n",
+              "Names of `rkmate.distributed`. [How to use them](tools-distributed.md).\n",
+              *(_entry(rkmate.distributed, n) for n in rkmate.distributed.__all__)]
     parts += ["## Dynamic rematerialization\n",
               "`rkmate.dtr(...)` makes a `rkmate.dtr.Session`. [What it does, and how](dtr.md).\n"]
     rest = sorted(set(rkmate.dtr.__all__) - set(_DYNAMIC))

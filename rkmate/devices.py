@@ -7,7 +7,8 @@ on its label. A device that is not here can be written down: `GPU` takes the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -17,6 +18,10 @@ GIB = 2**30
 _TERA = 1e12
 _PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
 """Bytes per second each way of sixteen lanes, by generation."""
+_NVLINK = {2: 150e9, 3: 300e9, 4: 450e9}
+"""Bytes per second each way of all links of a GPU, by generation."""
+_INFINIBAND = {"EDR": 12.5e9, "HDR": 25e9, "NDR": 50e9}
+"""Bytes per second each way of an adapter, by its kind."""
 DISK_BYTES_PER_SECOND = 1e9
 """Rate of an ordinary disk in each direction while it copies in both, if it is not measured."""
 DISK_SECONDS_PER_COPY = 1e-3
@@ -44,11 +49,23 @@ class Rates:
     """Rate at which it sends to another device in a collective."""
     seconds_per_exchange: float = 5e-5
     """Seconds of a collective, however small it is."""
+    network_bytes_per_second: float = math.inf
+    """Rate at which it sends to a device of another machine: that of its own adapter."""
+    peers: int = 8
+    """Devices in a machine."""
 
     def seconds(self, arithmetic: float, moved: int) -> float:
         """Return the seconds of an operation: the larger one of its arithmetic (in seconds) and the time to
         move its bytes, plus the time of a call."""
         return self.seconds_per_call + max(arithmetic, moved / self.bytes_per_second)
+
+    def between(self, ranks: Sequence[int]) -> float:
+        """Return the bytes per second that each of some ranks sends in a collective. Machines have `peers`
+        ranks with consecutive numbers. Between machines, a ring goes through the adapters of all devices that
+        take part."""
+        here = sum(r // self.peers == ranks[0] // self.peers for r in ranks)
+        return self.peer_bytes_per_second if here == len(ranks) else min(
+            self.peer_bytes_per_second, here * self.network_bytes_per_second)
 
     def of_products(self, dtype: str, *, tf32: bool = False) -> float:
         """Return the rate of products of a type, in floating-point operations per second. `tf32`: whether
@@ -92,35 +109,40 @@ class GPU:
         r, share = self.rates, self.reached
         return Rates(share * r.bytes_per_second, share * r.flops_per_second,
                      {k: share * v for k, v in r.product_flops_per_second.items()}, self.launch_seconds,
-                     share * r.host_bytes_per_second, share * r.peer_bytes_per_second, r.seconds_per_exchange)
+                     share * r.host_bytes_per_second, share * r.peer_bytes_per_second, r.seconds_per_exchange,
+                     share * r.network_bytes_per_second, r.peers)
 
 
 def _gpu(name: str, gib: float, capability: tuple[int, int], gigabytes: float, plain: float, half: float, *,
-         tf32: float | None = None, pcie: int = 4, peers: float | None = None) -> GPU:
+         tf32: float | None = None, pcie: int = 4, nvlink: int | None = None,
+         infiniband: str = "HDR") -> GPU:
     """Make a `GPU` from published figures. `gigabytes`: of memory bandwidth per second. `plain`, `half`,
     `tf32`: Tflop/s of float32 on the ordinary cores, of products of float16, and of products of shortened
-    float32. `pcie`: generation of the link to the host, with sixteen lanes. `peers`: gigabytes per second
-    that it sends to other GPUs by NVLink; None: as to the host."""
+    float32. `pcie`: generation of the link to the host, with sixteen lanes. `nvlink`: generation of the links
+    to the other GPUs of a machine; None: as to the host. `infiniband`: kind of the adapter that each GPU has
+    to other machines."""
     products = {"float32": plain, "float16": half}
     if tf32 is not None:
         products |= {"tf32": tf32, "bfloat16": half}
     rates = Rates(gigabytes * 1e9, plain * _TERA,
                   MappingProxyType({k: v * _TERA for k, v in products.items()}), 0.0, _PCIE[pcie],
-                  _PCIE[pcie] if peers is None else peers * 1e9, 2e-5)
+                  _PCIE[pcie] if nvlink is None else _NVLINK[nvlink], 2e-5, _INFINIBAND[infiniband])
     return GPU(name, int(gib * GIB), capability, rates)
 
 
 T4 = _gpu("NVIDIA T4", 14.5, (7, 5), 320, 8.1, 65, pcie=3)
-V100 = _gpu("NVIDIA V100 SXM2 32 GB", 31.7, (7, 0), 900, 15.7, 125, pcie=3, peers=150)
+V100 = _gpu("NVIDIA V100 SXM2 32 GB", 31.7, (7, 0), 900, 15.7, 125, pcie=3, nvlink=2, infiniband="EDR")
 A10G = _gpu("NVIDIA A10G", 22.0, (8, 6), 600, 35, 70, tf32=35)
-A100_40 = _gpu("NVIDIA A100 SXM 40 GB", 39.3, (8, 0), 1555, 19.5, 312, tf32=156, peers=300)
-A100 = _gpu("NVIDIA A100 SXM 80 GB", 79.1, (8, 0), 2039, 19.5, 312, tf32=156, peers=300)
+A100_40 = _gpu("NVIDIA A100 SXM 40 GB", 39.3, (8, 0), 1555, 19.5, 312, tf32=156, nvlink=3)
+A100 = _gpu("NVIDIA A100 SXM 80 GB", 79.1, (8, 0), 2039, 19.5, 312, tf32=156, nvlink=3)
 RTX_3090 = _gpu("NVIDIA GeForce RTX 3090", 23.5, (8, 6), 936, 35.6, 71, tf32=35.6)
 RTX_4090 = _gpu("NVIDIA GeForce RTX 4090", 23.5, (8, 9), 1008, 82.6, 165.2, tf32=82.6)
 L4 = _gpu("NVIDIA L4", 22.0, (8, 9), 300, 30.3, 121, tf32=60)
 L40S = _gpu("NVIDIA L40S", 44.4, (8, 9), 864, 91.6, 362, tf32=183)
-H100 = _gpu("NVIDIA H100 SXM 80 GB", 79.1, (9, 0), 3350, 66.9, 989, tf32=494, pcie=5, peers=450)
-H200 = _gpu("NVIDIA H200 SXM 141 GB", 139.7, (9, 0), 4800, 66.9, 989, tf32=494, pcie=5, peers=450)
+H100 = _gpu("NVIDIA H100 SXM 80 GB", 79.1, (9, 0), 3350, 66.9, 989, tf32=494, pcie=5, nvlink=4,
+            infiniband="NDR")
+H200 = _gpu("NVIDIA H200 SXM 141 GB", 139.7, (9, 0), 4800, 66.9, 989, tf32=494, pcie=5, nvlink=4,
+            infiniband="NDR")
 
 NAMES: Mapping[str, GPU] = MappingProxyType({
     "t4": T4, "v100": V100, "a10g": A10G, "a100-40": A100_40, "a100": A100, "rtx3090": RTX_3090,

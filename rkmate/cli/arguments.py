@@ -78,6 +78,18 @@ def elsewhere_options(args: argparse.Namespace) -> dict[str, Any]:
     return {"device": args.device}
 
 
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Return the sizes of a mesh's dimensions from text like ``dp=8,tp=2``. Raises `ArgumentError`."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, ranks = part.strip().partition("=")
+        if not name.isidentifier() or not ranks.isdecimal() or name in found:
+            raise ArgumentError(f"mesh is {text!r}; it should be names and numbers of ranks, such as "
+                                "dp=8,tp=2 or shard=8")
+        found[name] = int(ranks)
+    return found
+
+
 def budget_of(text: str) -> int | str:
     """Return a budget from text: ``1`` is a byte; ``0.5``, ``50%`` and ``1.5GB`` stay text, which
     `rkmate.wrap` takes."""

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rkmate.cli.arguments import add_options, add_target, budget_of, elsewhere_options, planning_options
+from rkmate.cli.arguments import (
+    add_options,
+    add_target,
+    budget_of,
+    elsewhere_options,
+    mesh_sizes,
+    planning_options,
+)
 from rkmate.cli.targets import Target, load_target
 from rkmate.errors import ArgumentError
 from rkmate.ir.plan import PlanData
@@ -89,16 +96,33 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     add_target(plan, budget=True)
     plan.add_argument("--save", metavar="FILE", help="write the plan, for rkmate.wrap(plan=...)")
     plan.add_argument("--source", metavar="FILE", help="write the generated Python")
+    plan.add_argument("--mesh", metavar="DIMS", help="plan for one of several GPUs that are not here: "
+                      "shard=8 shards the model, dp=4,shard=8 has replicas of shards; the target makes use "
+                      "of other dimensions (dp=8,tp=2): it is a function of the mesh")
     plan.add_argument("--explain", action="store_true", help="explain it in sentences too")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_plan(args: argparse.Namespace) -> int:
     """Plan, write and print; returns the exit status 0."""
+    there = elsewhere_options(args)
+    if args.mesh is None:
+        return _print_plan(args, load_target(args.target, None if there else args.device), None)
+    if not there:
+        raise ArgumentError(f"mesh is {args.mesh!r}, and device is {args.device!r}; it should be a GPU that "
+                            "is not here, such as h100")
+    from rkmate.distributed.meshes import fake_mesh, sharded_over
+
+    with fake_mesh(**mesh_sizes(args.mesh)) as mesh:
+        target = load_target(args.target, None, mesh)
+        sharded_over(target.model, mesh)
+        return _print_plan(args, target, mesh)
+
+
+def _print_plan(args: argparse.Namespace, target: Target, mesh: Any) -> int:
     import rkmate
 
     there = elsewhere_options(args)
-    target = load_target(args.target, None if there else args.device)
     budget, options = budget_of(args.budget), planning_options(args)
     if args.source:
         wrapped = rkmate.wrap(target.model, target.args, target.kwargs, budget=budget, **options)
@@ -108,10 +132,13 @@ def run_plan(args: argparse.Namespace) -> int:
         made = rkmate.plan(target.model, target.args, target.kwargs, budget=budget, **options, **there)
     if args.save:
         made.save(args.save)
+    rank = None if mesh is None else rkmate.distributed.estimate(made, target.model, mesh, args.device)
     if args.json:
-        print(json.dumps(as_json(made) | ({"explanation": made.explain()} if args.explain else {})))
+        explained = {"explanation": made.explain()} if args.explain else {}
+        of_rank = {} if rank is None else {"rank": vars(rank) | {"total_bytes": rank.total_bytes}}
+        print(json.dumps(as_json(made) | explained | of_rank))
     else:
-        print(made)
+        print(made if rank is None else f"{made}\n\n{rank}")
         if args.explain:
             print(f"\n{made.explain()}")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -83,13 +84,15 @@ class Target:
     kwargs: dict[str, Any]
 
 
-def load_target(name: str, device: str | None = None) -> Target:
-    """Return a demo model, or what a factory returns. Raises `ArgumentError`."""
+def load_target(name: str, device: str | None = None, mesh: Any = None) -> Target:
+    """Return a demo model, or what a factory returns; a factory that takes an argument gets the mesh. Raises
+    `ArgumentError`."""
     if name in DEMOS:
         made: Any = make_demo(name)
     else:
         try:
-            made = _factory(name)()
+            factory: Callable[..., Any] = _factory(name)
+            made = factory(mesh) if mesh is not None and inspect.signature(factory).parameters else factory()
         except RkmateError:
             raise
         except Exception as error:

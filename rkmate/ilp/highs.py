@@ -195,6 +195,9 @@ class Highs:
             self._highs: Any = highspy.Highs()
         self._highs.setOptionValue("output_flag", False)
         self._highs.setOptionValue("threads", 1)
+        # A heuristic for a first solution, which most programs have. It takes longer than the rest of a
+        # small program's solve.
+        self._highs.setOptionValue("mip_heuristic_run_feasibility_jump", False)
         program.handed_over(self._highs)
         self._index = program.columns
         self._stop = stop

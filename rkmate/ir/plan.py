@@ -32,11 +32,14 @@ class Origin:
     """``cpu``, ``cuda:0``."""
     versions: tuple[tuple[str, str], ...]
     """(name, version): rkmate, torch, python."""
+    placements: tuple[tuple[str, int], ...] = ()
+    """(placement in words, number of parameters) of parameters that are distributed tensors."""
 
     def content(self) -> dict[str, Any]:
         """Return the content as JSON takes it."""
         return {**vars(self), "inputs": [list(i) for i in self.inputs],
-                "versions": [list(v) for v in self.versions]}
+                "versions": [list(v) for v in self.versions],
+                "placements": [list(p) for p in self.placements]}
 
 
 def read_origin(content: Mapping[str, Any] | None) -> Origin | None:
@@ -45,7 +48,8 @@ def read_origin(content: Mapping[str, Any] | None) -> Origin | None:
         return None
     return Origin(str(content["model"]), int(content["parameters"]), int(content["trained"]),
                   tuple((str(n), str(s)) for n, s in content["inputs"]), str(content["device"]),
-                  tuple((str(n), str(v)) for n, v in content["versions"]))
+                  tuple((str(n), str(v)) for n, v in content["versions"]),
+                  tuple((str(w), int(n)) for w, n in content.get("placements", ())))
 
 
 _FORMAT = 4
@@ -96,7 +100,9 @@ class PlanData:
     budget_bytes: int
     peak_bytes: int
     baseline_peak_bytes: int
-    """Predicted peak without rematerialization."""
+    """Predicted peak without rematerialization. Fractions of budgets are fractions of it, so it counts values
+    that are computed before the step, copies to undo a forward, and what the caller holds. The budget and the
+    peak are without these."""
     step_seconds: float
     baseline_seconds: float
     bound_seconds: float | None

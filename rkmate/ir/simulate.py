@@ -256,6 +256,12 @@ class Residency:
 
 # -- The memory of a step in which a module is called several times before the backward ------------
 
+def lasting_of_loss(graph: CDGraph, reserve_at_loss: int) -> int:
+    """Return the bytes of a reserve that a loss may hold until its backward: all but the gradients of the
+    outputs, which its backward makes."""
+    return max(0, reserve_at_loss - graph.bytes(graph.output_grads))
+
+
 def peak_of_calls(graph: CDGraph, schedule: Schedule, calls: int, *, reserve_at_loss: int = 0,
                   pinned: Iterable[int] = ()) -> int:
     """Return bytes alive at once, at most, in a step of `calls` forwards, one loss, and the backward of each.
@@ -270,15 +276,15 @@ def peak_of_calls(graph: CDGraph, schedule: Schedule, calls: int, *, reserve_at_
     others = calls - 1
     at = schedule.steps.index(Loss())
     forward, backward = result.timeline[:at], result.timeline[at + 1:]
-    # What a call holds before its backward, the gradients of its outputs included; and after it, when the
-    # buffers of its copies are gone.
-    before = result.saved + graph.bytes(graph.output_grads)
+    # What a call holds before its backward, and after it, when the buffers of its copies are gone.
+    lasting = lasting_of_loss(graph, reserve_at_loss)
+    before = result.saved + max(lasting, graph.bytes(graph.output_grads))
     after = result.timeline[-1] - buffers_of(graph, schedule)
     leaves: dict[int, list[int]] = {}
     for j, i in graph.releases.items():
         leaves.setdefault(i, []).append(j)
     added_up = 0
-    peak = max(calls * (result.saved + reserve_at_loss), calls * before,
+    peak = max(others * (result.saved + lasting) + result.saved + reserve_at_loss, calls * before,
                others * result.saved + max(forward, default=0))
     for step, level in zip(schedule.steps[at + 1:], backward, strict=True):
         peak = max(peak, others * before + level + added_up)

@@ -9,6 +9,7 @@ like one that was run: the numbers that they would have made are made up. Indice
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from rkmate.device import Device, PartsMeter
 from rkmate.device.random_state import STATE_BYTES, unchanged_random_state
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.capture.opaque import random_state
+from rkmate.graph.capture.opaque import BACKWARD, FORWARD, random_state
 from rkmate.graph.capture.operations import is_view
 from rkmate.graph.ops.collectives import is_collective
 from rkmate.ir.cd import HOISTED, Cost, Kernel
@@ -82,8 +83,7 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
                 memory.put(beginning, device, settings, known_beginning)
             for number in range(walks):
                 if number == 1:
-                    runner.timings.share(sum(runner.cost(i).time for text in texts if text in unknown
-                                             for i in unknown[text].c if i not in known))
+                    runner.share(unknown, texts)
                 runner.start_walk(number)
                 for block in partition.blocks[:last + 1]:
                     if on_progress is not None:
@@ -98,6 +98,18 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
     costs: Costs = dict(zip(hoisted, known_beginning, strict=True))
     for block, text in zip(partition.blocks, texts, strict=True):
         costs.update(zip(block.c, found[text], strict=True))
+    if any(n.target in (FORWARD, BACKWARD) for n in partition.program.operation):
+        runner = _Runner(partition, sources, settings, device, None if limit is None else limit(), {})
+        with torch.no_grad(), unchanged_random_state(device), \
+                torch.autocast(device.autocast_kind, enabled=False):
+            runner.hoisted(hoisted)
+            inside = runner.opaque_bytes()
+        # Blocks with one text are planned as one, for the most that any of them takes.
+        places = {i: (text, k) for block, text in zip(partition.blocks, texts, strict=True)
+                  for k, i in enumerate(block.c) if i in inside}
+        for i, place in places.items():
+            most = max(inside[n] for n, other in places.items() if other == place)
+            costs[i] = costs[i]._replace(overhead=most)
     return costs
 
 
@@ -151,6 +163,20 @@ class _Runner:
             self.run_timed(i)
         self.fixed = dict(self.values)
 
+    def share(self, unknown: Mapping[str, Block], texts: Sequence[str]) -> None:
+        """Decide how often each operation is timed, after the first walk. `unknown`: a block of each text
+        that is measured; `texts`: of all blocks."""
+        often: Counter[Any] = Counter()
+        step = 0.0
+        for text, times in Counter(text for text in texts if text in unknown).items():
+            for i in unknown[text].c:
+                if i not in self.known:
+                    step += self.cost(i).time * times
+                    for part in (i, *self._others(i)):
+                        if part in self.keys:
+                            often[self.keys[part]] += times
+        self.timings.share(step, often)
+
     def start_walk(self, number: int) -> None:
         """Go back to the first block."""
         self.metering = number == 0
@@ -192,8 +218,12 @@ class _Runner:
             self._backward(block, self.run_timed)
         elif any(self._chooses(j) for i in block.c for j in self.cd.c[i].outputs if j in leaving):
             self._forward(block, self.run, block.c[:block.graph.loss])
+        self._leave(block)
+
+    def _leave(self, block: Block) -> None:
+        """Let go of the values that no later block reads."""
         for j in list(self.values):
-            if j not in leaving and self._ours(j):
+            if j not in self.partition.cuts[block.index + 1] and self._ours(j):
                 del self.values[j]
 
     def _meter(self, block: Block) -> None:
@@ -336,6 +366,32 @@ class _Runner:
             call = self._prepared(i)[0]
             self._keep(i, self.timings.clock(call, key))
             del call
+
+    def opaque_bytes(self) -> dict[int, int]:
+        """Measure the bytes that calls of opaque modules take in addition to their results.
+
+        They depend on values (on the rows that an expert picks), so one forward runs, on real values.
+        """
+        meter = self.device.parts_meter()
+        self.start_walk(0)
+
+        def run(i: int) -> None:
+            if self.program.operation[i].target not in (FORWARD, BACKWARD):
+                if i < self.cd.loss:
+                    self.run(i)
+            elif self._fits(i):
+                if self.device.first_call_allocates:
+                    self._prepared(i)[0]()
+                with meter.part(i):
+                    self._keep(i, self._prepared(i)[0]())
+
+        with meter.running():
+            for block in self.partition.blocks:
+                self._forward(block, run, block.c)
+                self._backward(block, run)
+                self._leave(block)
+        return {i: max(STATE_BYTES, peak - sum(self.cd.d[j].size for j in self.cd.c[i].outputs))
+                for i, peak in meter.peaks().items()}
 
     def run_timed(self, i: int) -> None:
         """Run a C node and time it, unless an equal operation has been timed often enough; the same

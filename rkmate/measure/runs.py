@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -71,6 +72,8 @@ def touched_bytes(graph: fx.Graph) -> int:
 # How long operations take, and how often each is timed.
 
 
+LITTLE = 0.005
+"""Share of a step: an operation that takes less in all of its runs need not be timed thoroughly."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -115,12 +118,15 @@ class Timings:
         self._number = number
         self._done.clear()
 
-    def share(self, step: float) -> None:
+    def share(self, step: float, often: Counter[Any]) -> None:
         """Decide how often each operation that was clocked is timed. `step`: seconds of all operations of a
-        step that are not known yet."""
+        step that are not known yet. `often`: how many times a step runs each operation; what takes little of
+        the step in all of its runs is timed once in a pass."""
         settings = self._settings
         allowance = max(settings.least_seconds, settings.share * step - self._spent)
-        self._runs = runs_within(self._first, allowance, settings.passes * settings.repeats)
+        runs = runs_within(self._first, allowance, settings.passes * settings.repeats)
+        self._runs = {key: min(n, settings.passes) if self._first[key] * often[key] < LITTLE * step else n
+                      for key, n in runs.items()}
 
     def seconds(self, key: Any) -> float:
         """Return the seconds of an operation: the median of its timed runs, or its first, clocked run if

@@ -13,9 +13,9 @@ class MeasureSettings:
     passes: int = 2
     """Number of passes over the blocks. A disturbance of a second or two then affects only one of an
     operation's runs."""
-    repeats: int = 3
+    repeats: int = 2
     """Timed runs of an operation in each pass, at most."""
-    enough_seconds: float = 0.1
+    enough_seconds: float = 0.05
     """An operation that has been timed for this many seconds is not repeated further in a pass."""
     share: float = 0.4
     """If all these runs would take longer than `least_seconds`, they may take this fraction of the seconds

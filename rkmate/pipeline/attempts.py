@@ -122,7 +122,7 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         runs = tuple(runs_of_operations(outcome.ops, solved.options))
     return Plan(
         planner=name, budget_bytes=limit, peak_bytes=prepared.peak(schedule, calls),
-        baseline_peak_bytes=prepared.baseline_peak,
+        baseline_peak_bytes=prepared.own_peak,
         step_seconds=result.seconds, baseline_seconds=whole.seconds, bound_seconds=bound,
         minimum_bytes=outcome.smallest, blocks=prepared.infos if solved is None else solved.infos,
         runs=runs, schedule=schedule, fingerprint=blocked.fingerprint,
@@ -140,8 +140,9 @@ def whole_note(prepared: Prepared, note: str) -> str:
     """Return a plan's note: what the planner says, and what there is to say of its graph."""
     blocked = prepared.blocked
     variant = blocked.variant.notes(blocked.concerned)
-    beside = f"the budget is without {size(prepared.beside)} next to the step (values computed before it, " \
-        "copies to undo a forward, what the caller holds)" if prepared.beside else ""
+    beside = f"budget and peak are without {size(prepared.beside)} next to the step (values computed " \
+        "before it, copies to undo a forward, what the caller holds), and the peak without " \
+        "rematerialization is with it" if prepared.beside else ""
     parts = (note, variant, beside, deferred_outputs.note_of(blocked), note_of(prepared),
              offload.note_of(prepared.graph.link, prepared.settings.costs))
     return "; ".join(part for part in parts if part)

@@ -23,6 +23,7 @@ from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
+from rkmate.torch_seam.dtensor import bytes_held
 
 ADAM_STATES = 2
 """Tensors of the size of each parameter that Adam and AdamW keep."""
@@ -37,8 +38,8 @@ def training_bytes(model: nn.Module, optimizer_states: int = ADAM_STATES) -> int
         raise ArgumentError(f"optimizer_states is {optimizer_states!r}; it should be a number of tensors: "
                             "2 for Adam, 0 for none")
     trained = [p for p in model.parameters() if p.requires_grad]
-    grads = sum(p.nbytes for p in trained if p.grad is None)
-    return grads + optimizer_states * sum(p.nbytes for p in trained)
+    grads = sum(bytes_held(p) for p in trained if p.grad is None)
+    return grads + optimizer_states * sum(map(bytes_held, trained))
 
 
 def auto_budget(model: nn.Module, *, optimizer_states: int = ADAM_STATES) -> int:
@@ -65,7 +66,7 @@ def device_share(model: nn.Module) -> Budget:
     together with the fragments of the device's allocator, gradients and the states of Adam. Raises as
     `auto_budget`."""
     most = _left_on_device(model, ADAM_STATES, LEFT_ALONE)
-    trained = tuple(p.nbytes for p in model.parameters() if p.requires_grad)
+    trained = tuple(bytes_held(p) for p in model.parameters() if p.requires_grad)
     return Budget(bytes=most, device=DeviceShare(trained, ADAM_STATES))
 
 
@@ -226,8 +227,8 @@ def _left_for_step(model: nn.Module, device_memory: int | str | None, optimizer_
     whole = parse_budget(device_memory).bytes
     if whole is None:
         raise ArgumentError(f"device_memory is {device_memory!r}; a share has no meaning here")
-    pinned = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    pinned += sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    pinned = sum(map(bytes_held, (*model.parameters(), *model.buffers())))
+    pinned += sum(bytes_held(p.grad) for p in model.parameters() if p.grad is not None)
     needed = pinned + training_bytes(model, optimizer_states)
     if needed >= whole:
         raise ArgumentError(f"device_memory is {whole:,} bytes, and parameters, buffers, gradients and "

@@ -19,6 +19,7 @@ from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.dtensor import bytes_held, is_dtensor, local_part, placed
 
 _P = TypeVar("_P", bound=Plan)
 
@@ -31,7 +32,7 @@ def on_gpu(gpu: GPU | None, model: nn.Module) -> Iterator[None]:
         yield
         return
     tensors = [*model.parameters(), *model.buffers()]
-    taken = sum(t.nbytes for t in tensors) + sum(p.grad.nbytes for p in tensors if p.grad is not None)
+    taken = sum(map(bytes_held, (*tensors, *(p.grad for p in tensors if p.grad is not None))))
     with planning_lock, capture_lock, planning_for(gpu, {t.device for t in tensors}, taken):
         yield
 
@@ -56,7 +57,9 @@ def sample_for(device: GPU | str | None, model: Any, args: Any, kwargs: Any,
     memo: dict[int, Any] = {}
     for t in (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ():
         if t.is_meta:
-            made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+            part = local_part(t) if is_dtensor(t) else t
+            made = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="cpu")
+            made = placed(t).of(made) if is_dtensor(t) else made
             memo[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
     if memo:
         model = copy.deepcopy(model, memo)

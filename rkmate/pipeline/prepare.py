@@ -56,6 +56,7 @@ from rkmate.pipeline.wishes import Wishes, check_names, settings_that_keep, wish
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
+from rkmate.torch_seam.dtensor import placements_of
 from rkmate.torch_seam.modules import submodules_of
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.patches.autograd import region_of
@@ -230,6 +231,11 @@ class Prepared:
     def baseline_peak(self) -> int:
         """Of the step of as many calls as the settings say, without rematerialization."""
         return self.peak(self.whole, self.settings.calls)
+
+    @property
+    def own_peak(self) -> int:
+        """Bytes of the step without rematerialization, with what is in memory next to it."""
+        return self.baseline_peak + self.beside
 
     @functools.cached_property
     def as_checkpointed(self) -> AsCheckpointed | None:
@@ -521,7 +527,7 @@ def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
                   sum(p.numel() for p in parameters if p.requires_grad),
                   tuple((names.get(i, f"tensor {i}"), shape_of(t)) for i, t in enumerate(tensors)),
                   str(where), (("rkmate", own_version()), ("torch", str(torch.__version__)),
-                   ("python", platform.python_version())))
+                   ("python", platform.python_version())), tuple(placements_of(model).items()))
 
 
 def shape_of(tensor: torch.Tensor) -> str:

@@ -199,7 +199,7 @@ def _wins(plan: Plan, taken: Plan, before: Plan | None, variant: Variant) -> boo
 def _against(plan: Plan, before: Plan | None, prepared: Prepared) -> Plan:
     """Return a plan compared with the first variant's plan and with the first variant's step without
     rematerialization."""
-    plan = replace(plan, baseline_peak_bytes=prepared.baseline_peak,
+    plan = replace(plan, baseline_peak_bytes=prepared.own_peak,
                    baseline_seconds=prepared.baseline.seconds)
     if before is None or plan.variant == before.variant:
         return plan

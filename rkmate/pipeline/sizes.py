@@ -90,7 +90,7 @@ def plan_at_other_size(traced: Traced, budget: Budget, planner: str,
         if variant == plain:
             if found is None:
                 return None
-            whole = found.plan.baseline_peak_bytes <= found.plan.budget_bytes
+            whole = found.prepared.baseline_peak <= found.plan.budget_bytes
             budget = Budget(bytes=found.plan.budget_bytes + found.prepared.beside)
         if found is not None and (taken is None or is_faster(found.plan.step_seconds,
                                                              taken.plan.step_seconds, variant)):

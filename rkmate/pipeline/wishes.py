@@ -15,6 +15,7 @@ from rkmate.graph.blocks.infos import Modules
 from rkmate.graph.capture.collectives import groups_of
 from rkmate.graph.capture.hints import Hint, hints_in
 from rkmate.graph.ops.collectives import is_collective
+from rkmate.graph.passes.once import gathers_parameters
 from rkmate.ir.cd import CDGraph
 from rkmate.pipeline.settings import Settings, Wish
 
@@ -75,10 +76,11 @@ class Wishes:
 
 
 def wishes_of(parts: Partition, captured: Capture, pins: Mapping[str, Wish], prefix: str = "") -> Wishes:
-    """Return the wishes that concern a graph, and that its collectives never run again. Raises `WishError` if
-    two contradict each other, or if one cannot be followed at all."""
+    """Return the wishes that concern a graph, and that its collectives never run again unless they gather
+    parameters. Raises `WishError` if two contradict each other, or if one cannot be followed at all."""
     program, hints = parts.program, hints_in(captured.graph)
-    joined = frozenset(i for i in program.cd.forward if is_collective(program.operation[i].target))
+    joined = frozenset(i for i in program.cd.forward if is_collective(program.operation[i].target)
+                       and not gathers_parameters(program.joint, program.operation[i]))
     if not pins and not hints:
         return Wishes(joined, words=(_JOINED,) * bool(joined))
     graph = program.cd

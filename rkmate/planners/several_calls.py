@@ -20,7 +20,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rkmate.ir.simulate import peak_of_calls
+from rkmate.ir.simulate import lasting_of_loss, peak_of_calls
 from rkmate.planners.protocol import (
     Candidate,
     Outcome,
@@ -102,15 +102,16 @@ class _Search:
         self.seconds: dict[float, float] = {}
         """Share -> the time of the fastest schedule inside the budget."""
         graph = problem.graph
-        self._grads = graph.bytes(graph.output_grads)
+        self._waits = max(lasting_of_loss(graph, problem.reserve_at_loss), graph.bytes(graph.output_grads))
+        """Bytes of its loss, or of its outputs' gradients, that a call holds while others run."""
         self._outputs = graph.bytes(set(problem.pinned) | set(graph.outputs))
         whole = problem.simulate(whole_step(problem).schedule)
-        self._most = max(self._outputs, min(whole.saved, budget // calls - self._grads))
+        self._most = max(self._outputs, min(whole.saved, budget // calls - self._waits))
 
     def at(self, share: float) -> list[Candidate]:
         """Return schedules of which each call saves about so much of what it can."""
         saved = self._outputs + int(share * (self._most - self._outputs))
-        limit = self.budget - (self.calls - 1) * (saved + self._grads)
+        limit = self.budget - (self.calls - 1) * (saved + self._waits)
         found: list[Candidate] = []
         for _ in range(2):
             if limit <= saved:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -173,7 +173,8 @@ class PlannedCall:
     """A planned call in a module's slot for a compiled call. Copies and pickles of the module leave it
     out."""
 
-    __slots__ = ("_forward", "_made_with", "_model", "_others", "_own", "as_tensors", "parts", "whole")
+    __slots__ = ("_forward", "_made_with", "_model", "_others", "_own", "as_tensors", "method", "parts",
+                 "whole")
     is_planned = True
     """Distinguishes this call from a compiled call."""
 
@@ -190,6 +191,8 @@ class PlannedCall:
         self._made_with = planning, verify, on_new_shape, refused, plans
         self.whole = _Planned(model, self._call, *self._made_with)
         self._forward: _Planned | None = None
+        self.method = MethodType(_planned_forward(self), model)
+        """The module's planned forward."""
         self.as_tensors: tuple[str, ...] = ()
         """Keyword arguments that come as another number in each call: a plan gets them as tensors."""
 
@@ -198,7 +201,7 @@ class PlannedCall:
         part = self._inside()
         if part is self._forward is not None:
             return self._own_forward(*args, **kwargs)
-        if part is not None or is_sharded(self._model):
+        if part is not None or is_sharded(self._model) or self._keeper is not None:
             return own_call(self._model)(*args, **kwargs)
         if self.parts is not None and self.parts.active and not self.whole.has_plan:
             return self._call(*args, **kwargs)
@@ -210,7 +213,7 @@ class PlannedCall:
             return self._own_forward(*args, **kwargs)
         if self.parts is not None and self.parts.active and not self.whole.has_plan:
             return self._own_forward(*args, **kwargs)
-        with self._entered(self.alone):
+        with self._entered(self.alone), self._without_keeper():
             return self.alone.forward(*args, **self._with_tensors(kwargs))
 
     @property
@@ -279,6 +282,26 @@ class PlannedCall:
             forward = self._own             # else a library's, around the planned one
         return left if forward is None else {**left, "forward": forward}
 
+    @property
+    def _keeper(self) -> Any:
+        """The object that a library has put in the place of the planned forward, and that calls it where it
+        has kept no result (as `MatryoshkaLoss` of sentence-transformers does); None where there is none."""
+        forward = self._model.__dict__.get("forward")
+        return forward if hasattr(forward, "__dict__") and not isinstance(
+            forward, FunctionType | MethodType | functools.partial) else None
+
+    @contextmanager
+    def _without_keeper(self) -> Iterator[None]:
+        """Put the planned forward in its place again inside the context: what is kept is no part of it."""
+        keeper = self._keeper
+        if keeper is not None:
+            self._model.__dict__["forward"] = self.method
+        try:
+            yield
+        finally:
+            if keeper is not None:
+                self._model.__dict__["forward"] = keeper
+
     def _with_tensors(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         if not torch.is_grad_enabled():
             return kwargs
@@ -338,18 +361,18 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
     planning = _sharing(planning)
     parts = None
     if planning.settings.parts not in (None, "never"):
-        def put(module: nn.Module, planning: Planning, plan: Prototype,
+        def put(module: nn.Module, planning: Planning, plans: tuple[Prototype, ...],
                 refused: Callable[[nn.Module, RkmateError], None]) -> None:
             def told(error: RkmateError) -> bool:
                 refused(module, error)
                 return True
 
-            put_plan_into(module, planning, False, on_new_shape, told, (plan,))
+            put_plan_into(module, planning, False, on_new_shape, told, plans)
 
         parts = Parts(model, planning, put, take_plan_from)
     call = PlannedCall(model, planning, verify, on_new_shape, refused, plans, parts)
-    model.__dict__.update((name, MethodType(method, model)) for name, method in zip(
-        _PUT, (_planned_forward(call), _state_without_plan, _refuse_replicas), strict=True))
+    model.__dict__.update(zip(_PUT, (call.method, MethodType(_state_without_plan, model),
+                                     MethodType(_refuse_replicas, model)), strict=True))
     replace_call(model, call)
     if parts is not None:
         parts.watch_methods()

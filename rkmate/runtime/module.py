@@ -269,7 +269,7 @@ class PlannedModule(StandIn):
     def _new_signature(self, key: Any, args: tuple[Any, ...],
                        kwargs: dict[str, Any]) -> Specialization | None:
         refuse_flat_parameters(self._original)
-        if len(self._plans):
+        if len(self._plans) and not self._plans.has_prototype(key):
             if self._on_new_shape == "error":
                 raise ArgumentError(f"a call differs from the planned ones in {self._plans.differing(key)}; "
                                     'and on_new_shape is "error"')

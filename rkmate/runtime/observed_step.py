@@ -37,6 +37,8 @@ class Held:
 
     bytes: int
     owner: int
+    call: PartCall | None = None
+    """The call that has saved it."""
     references: int = 0
 
 
@@ -276,7 +278,8 @@ class ObservedStep:
             held = self._held[key] = Held(tensor.untyped_storage().nbytes(), self._owner(key))
             self._saved[held.owner] += held.bytes
             if self._open and held.owner == self._open[-1].number:
-                self._open[-1].saved += held.bytes
+                held.call = self._open[-1]
+                held.call.saved += held.bytes
         held.references += 1
         return _Packed(tensor.detach(), self, key)
 
@@ -292,6 +295,8 @@ class ObservedStep:
             if not held.references:
                 del self._held[key]
                 self._saved[held.owner] -= held.bytes
+                if held.call is not None and any(held.call is c for c in self._open):
+                    held.call.saved -= held.bytes
 
     @property
     def is_inside_part(self) -> bool:

@@ -3,12 +3,18 @@
 A plan leaves room for a usual loss: three times the outputs that it is computed from. Some losses take more
 (a formula of several operations), and some hold memory to the end of the backward: `F.mse_loss` returns a
 number in a storage as large as its input. No plan can know before the first step, so that step looks.
+
+Other models may stand between the outputs and the loss (a frozen U-Net behind a ControlNet). Their memory is
+free again when the module's backward begins, so the second step measures all that is allocated in between.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
+import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,7 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from rkmate import device as devices
+from rkmate.device import MeterError
 from rkmate.runtime.observed_step import key_of
+from rkmate.runtime.segments import Call
 
 USUAL = re.compile(
     r"^(Nll|LogSoftmax|Mse|SmoothL1|Huber|BinaryCrossEntropy|View|UnsafeView|ReshapeAlias|Transpose|T|Permute|"
@@ -38,6 +47,8 @@ class Outside(NamedTuple):
     """Whether the loss takes no more than is left for one."""
     operations: int = 0
     """Differentiable operations from the outputs to the loss."""
+    between: BetweenMeter | None = None
+    """Measures the bytes that the caller takes between forward and backward."""
 
 
 class OutsideWatch:
@@ -56,6 +67,42 @@ class OutsideWatch:
                              if t.numel() == 1 and t.grad_fn is not None])
         return Outside(sum(found[0].untyped_storage().nbytes() for found in new.values()),
                        all(map(USUAL.match, names)), len(names))
+
+
+class BetweenMeter:
+    """Measures the memory that is taken from now on until the backward of a call begins.
+
+    A profiler that is stopped inside of a backward runs again afterwards: autograd restores the state of its
+    thread. So it stops when the call is gone, or when the result is asked for, in the next forward.
+    """
+
+    def __init__(self, device: torch.device, call: Call) -> None:
+        self._meter = devices.of(device).parts_meter()
+        self._running, self._part = contextlib.ExitStack(), contextlib.ExitStack()
+        self._thread = threading.get_ident()
+        self._measured = False
+        try:
+            self._running.enter_context(self._meter.running())
+        except MeterError:                      # somebody measures, or profiles
+            self._thread = -1
+            return
+        self._part.enter_context(self._meter.part(0))
+        weakref.finalize(call, self._stop)
+
+    def end(self) -> None:
+        """The backward begins."""
+        self._measured = threading.get_ident() == self._thread
+        self._part.close()
+
+    def bytes(self) -> int | None:
+        """Return the largest number of bytes; None where nothing was measured."""
+        self._stop()
+        return self._meter.peaks().get(0) if self._measured else None
+
+    def _stop(self) -> None:
+        if threading.get_ident() == self._thread:
+            self._part.close()
+            self._running.close()
 
 
 def _found(device: torch.device) -> dict[int, list[torch.Tensor]]:

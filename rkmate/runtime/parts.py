@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -48,6 +48,9 @@ WORTH = 0.02
 """The share of what a step keeps for the backward that a kind of part has to keep, to be planned."""
 ABOUT = 0.05
 """The share of its bytes by which a call may differ from another one of about the same size."""
+SIZES = 4
+"""The number of sizes of calls that submodules of a kind are captured for; calls of further sizes count by
+the bytes that they save."""
 LARGE = (nn.RNNBase, nn.MultiheadAttention)
 """Modules of torch that are more than an operation, though they may call no submodule."""
 
@@ -55,9 +58,9 @@ LARGE = (nn.RNNBase, nn.MultiheadAttention)
 class Put(Protocol):
     """Puts plans into a submodule."""
 
-    def __call__(self, module: nn.Module, planning: Planning, plan: Prototype,
+    def __call__(self, module: nn.Module, planning: Planning, plans: tuple[Prototype, ...],
                  refused: Callable[[nn.Module, RkmateError], None]) -> None:
-        """`plan`: to follow where it fits. `refused`: told of a call that cannot be planned."""
+        """`plans`: to follow where they fit. `refused`: told of a call that cannot be planned."""
 
 
 class Watch:
@@ -97,12 +100,14 @@ def take_watch_from(module: nn.Module) -> None:
 
 @dataclass
 class Kind:
-    """Submodules that are alike: of one class, with parameters of the same shapes."""
+    """Calls that are alike: of submodules of one class, with parameters and arguments of the same shapes."""
 
     name: str
     """Of the class."""
     key: object
     """The properties that its submodules have in common."""
+    sizes: tuple[torch.Size, ...] = ()
+    """The shapes of the arguments of the call that was captured."""
     traced: Traced | None = None
     """The capture of a call; None where there is none."""
     call: tuple[nn.Module, Guards] | None = None
@@ -125,13 +130,14 @@ class Kind:
         """Bytes that its calls have saved."""
         return sum(call.saved for _, call in self.calls)
 
-    def size_of(self, module: nn.Module) -> float:
-        """Return the average bytes that a call of a submodule saves, divided by those of the captured call; 1
-        for a submodule that was not called."""
+    def sizes_of(self, module: nn.Module) -> tuple[float, float]:
+        """Return the average and the largest bytes that a call of a submodule saves, divided by those of the
+        captured call; 1 for a submodule that was not called."""
         mine = [call.saved for m, call in self.calls if m is module]
         captured = next((call.saved for m, call in self.calls if self.call and m is self.call[0]), 0)
-        size = sum(mine) / len(mine) / captured if mine and captured else 1.0
-        return size if abs(size - 1) > ABOUT else 1.0
+        if not mine or not captured or all(abs(b / captured - 1) <= ABOUT for b in mine):
+            return 1.0, 1.0
+        return sum(mine) / len(mine) / captured, max(mine) / captured
 
     @property
     def shared(self) -> frozenset[int]:
@@ -167,7 +173,8 @@ class Parts:
                 raise ArgumentError(f"parts names {pattern!r}, and {type(model).__name__} has no such "
                                     "submodule")
         self._error: CaptureError | None = None
-        self._kinds: dict[object, Kind] = {}
+        self._alike: dict[object, list[Kind]] = defaultdict(list)
+        """Kinds by what their submodules have in common."""
         self._step: ObservedStep | None = None
         self._steps = self._beside = self._alone = self._early = 0
         self._inside = 0
@@ -279,9 +286,10 @@ class Parts:
         with step.part(take_apart((args, kwargs), result=False)[0]) as call:
             result = own_call(module)(*args, **kwargs)
         step.returned(call, take_apart(result, result=True)[0])
-        if kind.observed_in != self._steps:
-            kind.observed_in = self._steps
-            kind.calls.clear()
+        for known in self._alike[kind.key]:
+            if known.observed_in != self._steps:
+                known.observed_in = self._steps
+                known.calls.clear()
         kind.calls.append((module, call))
         return result
 
@@ -290,9 +298,13 @@ class Parts:
         key = kind_key(module)
         if self.named and not self._is_named(module):
             return Kind(type(module).__name__, key)
-        kind = self._kinds.get(key)
+        sizes = tuple(t.shape for t in tensors_in((args, kwargs)))
+        alike = self._alike[key]
+        kind = next((k for k in alike if k.sizes == sizes or k.why), None)
+        if kind is None and len(alike) >= SIZES:
+            kind = alike[0]
         if kind is None or kind.stale:
-            kind = kind or Kind(type(module).__name__, key)
+            known, kind = kind, kind or Kind(type(module).__name__, key)
             if not any(p.requires_grad for p in module.parameters()) and \
                     not any(t.requires_grad for t in tensors_in((args, kwargs))):
                 return kind                     # nothing to train here, perhaps elsewhere
@@ -302,13 +314,18 @@ class Parts:
                     refuse_what_cannot_repeat(module, args, kwargs)
                     kind.call = module, guards_of(ModuleReader(module), args, kwargs)[0]
                     kind.traced = trace(module, args, kwargs, self._settings("all"), Progress(False))
-                    kind.stale = False
+                    kind.sizes, kind.ways, kind.stale = sizes, None, False
             except RkmateError as error:
                 if self.named:
                     raise
                 kind.why = str(error)
-            self._kinds[key] = kind
+            if known is None:
+                alike.append(kind)
         return kind
+
+    @property
+    def _kinds(self) -> list[Kind]:
+        return [k for alike in self._alike.values() for k in alike]
 
     def _is_named(self, module: nn.Module) -> bool:
         names = [n for n, m in self._model.named_modules() if m is module]
@@ -322,7 +339,7 @@ class Parts:
     def _check_worth(self) -> None:
         """Raise the whole model's error where no part is worth a plan."""
         kept = 0 if self._step is None else self._step.kept
-        found = [k for k in self._kinds.values() if k.traced is not None and k.calls]
+        found = [k for k in self._kinds if k.traced is not None and k.calls]
         if self._error is not None and not any(k.saved >= WORTH * kept or k.is_checkpointed for k in found):
             raise self._error
 
@@ -337,7 +354,7 @@ class Parts:
             self._stop_watching()
             for module in self.planned:
                 self._take(module)
-            for kind in self._kinds.values():
+            for kind in self._kinds:
                 kind.stale = kind.traced is not None
             self.watch_methods()
         if step is None or self._inside:
@@ -353,13 +370,14 @@ class Parts:
         """Plan the parts of the step that was observed."""
         unseen = [m for m in self._watched if id(m) not in self._seen]
         self._stop_watching()
-        kinds = [k for k in self._kinds.values() if k.traced is not None and k.calls and k.taught
-                 and (k.saved >= WORTH * step.kept or k.is_checkpointed)]
-        left = sum(k.saved for k in self._kinds.values() if k not in kinds)
+        saved = {key: sum(k.saved for k in alike) for key, alike in self._alike.items() if alike}
+        kinds = [k for k in self._kinds if k.traced is not None and k.calls and k.taught
+                 and (saved[k.key] >= WORTH * step.kept or k.is_checkpointed)]
+        left = sum(k.saved for k in self._kinds if k not in kinds)
         left += step.between
         beside, alone, early = step.beside + left, step.alone + left + step.loss, step.early
         first = min((call.number for k in kinds for _, call in k.calls), default=0)
-        for call in (call for k in self._kinds.values() if k not in kinds for _, call in k.calls):
+        for call in (call for k in self._kinds if k not in kinds for _, call in k.calls):
             if call.number < first:
                 early = max(early, call.level + left + call.peak)
             else:
@@ -367,6 +385,7 @@ class Parts:
         budget = self._planning.budget.of(step.peak)
         items: list[Item] = []
         places: list[tuple[Kind, nn.Module]] = []
+        counts: Counter[nn.Module] = Counter()
         modules = [self._modules_of(kind, kinds) for kind in kinds]
         whole = sum(round(k.saved / len(k.calls) * sum(calls for _, calls in found))
                     for k, found in zip(kinds, modules, strict=True))
@@ -375,10 +394,12 @@ class Parts:
         for kind, found in zip(kinds, modules, strict=True):
             ways = self._ways(kind, budget, (budget - beside) / max(1, whole))
             for module, calls in found:
-                items.append(Item(scaled(ways.ways, kind.size_of(module)), calls))
+                items.append(Item(scaled(ways.ways, *kind.sizes_of(module)), calls))
                 places.append((kind, module))
-                if calls > 1:                   # their gradients are added up, and wait for the last call's
-                    beside += sum(p.nbytes for p in module.parameters() if p.requires_grad)
+                counts[module] += calls
+        # Gradients of several calls are added up, and wait for the last call's.
+        beside += sum(p.nbytes for m, calls in counts.items() if calls > 1
+                      for p in m.parameters() if p.requires_grad)
         self._beside, self._alone = max(self._beside, beside), max(self._alone, alone)
         self._early = max(self._early, early)
         beside, alone, early = self._beside, max(self._alone, self._beside), self._early
@@ -401,21 +422,23 @@ class Parts:
                 f"of about {most:,} bytes)", least)
         taken = beside + choice.saved + max(choice.extra, alone - beside)
         plans: dict[tuple[int, int], Planned] = {}
+        followed: dict[nn.Module, list[tuple[Kind, Planned]]] = defaultdict(list)
         for (kind, module), number in zip(places, choice.ways, strict=True):
             assert kind.ways is not None
             plan = plans.get((id(kind), number))
             if plan is None:
                 plan = plans[id(kind), number] = kind.ways.planned(number, choice.extra)
-            self._put_into(module, kind, plan, choice.extra, budget - taken,
-                           sum(item.calls for item in items))
-        self.planned = [module for _, module in places]
+            followed[module].append((kind, plan))
+        for module, mine in followed.items():
+            self._put_into(module, mine, choice.extra, budget - taken, sum(item.calls for item in items))
+        self.planned = list(followed)
         self._is_planned = True
         self._tell_of(step, kinds, places, budget, beside, taken)
-        for kind in self._kinds.values():
+        for kind in self._kinds:
             if kind.traced is not None:
                 kind.traced = replace(kind.traced, tensors={})
         inside = {id(m) for part in self.planned for m in part.modules()}
-        self._watch(m for m in unseen if id(m) not in inside and kind_key(m) not in self._kinds
+        self._watch(m for m in unseen if id(m) not in inside and kind_key(m) not in saved
                     and any(p.requires_grad for p in m.parameters()))
 
     def _nothing_worth(self, step: ObservedStep) -> None:
@@ -447,6 +470,8 @@ class Parts:
         for module, _ in kind.calls:
             counts[id(module)] += 1
         called = {id(m) for k in kinds for m, _ in k.calls}
+        if any(k.key == kind.key for k in kinds[:kinds.index(kind)]):
+            return list({id(m): (m, counts[id(m)]) for m, _ in kind.calls}.values())
         inside = {id(m) for k in kinds for part, _ in k.calls for m in part.modules() if m is not part}
         found = {id(m): m for m, _ in kind.calls}
         for module in self._model.modules():
@@ -455,23 +480,27 @@ class Parts:
                 found[id(module)] = module
         return [(m, counts.get(i, 1)) for i, m in found.items()]
 
-    def _put_into(self, module: nn.Module, kind: Kind, planned: Planned, extra: int, left: int,
+    def _put_into(self, module: nn.Module, found: Sequence[tuple[Kind, Planned]], extra: int, left: int,
                   calls: int) -> None:
-        """`extra`: bytes that a part may take while it runs. `left`: bytes that no plan uses: for calls that
-        differ from the planned ones. `calls`: of all parts in a step."""
-        traced = planned.prepared.blocked.traced
+        """`found`: plans, each for calls of other sizes. `extra`: bytes that a part may take while it runs.
+        `left`: bytes that no plan uses: for calls that differ from the planned ones. `calls`: of all parts in
+        a step."""
+        take_watch_from(module)
+        room, prototypes = 0, []
+        for kind, planned in found:
+            assert kind.call is not None
+            traced = planned.prepared.blocked.traced
+            prototypes.append(Prototype(*kind.call, replace(traced, tensors={}), planned))
+            # Calls may be smaller than the one that was captured.
+            room = max(room, int((planned.plan.budget_bytes - extra) * min(1, kind.sizes_of(module)[0])))
+        kind = found[0][0]
         settings = replace(self._settings(kind.taught), loss_bytes=extra + left - left // calls)
         if settings.offload is not None:
             settings = replace(settings, offload=settings.offload.part(1, calls))
-        take_watch_from(module)
-        assert kind.call is not None
-        room = planned.plan.budget_bytes - extra
-        if (size := kind.size_of(module)) < 1:      # its calls are smaller than the one that was captured
-            room = int(room * size)
         self._put(module, replace(self._planning, budget=Budget(bytes=room + extra + left),
                                   settings=settings, shared_inputs=kind.known_shared, counts_calls=False,
-                                  calls_at_once=sum(m is module for m, _ in kind.calls)),
-                  Prototype(*kind.call, replace(traced, tensors={}), planned), self._refused)
+                                  calls_at_once=sum(m is module for k, _ in found for m, _ in k.calls)),
+                  tuple(prototypes), self._refused)
 
     def _refused(self, module: nn.Module, error: RkmateError) -> None:
         """A call of a part cannot be planned: it runs as it is."""
@@ -499,11 +528,12 @@ class Parts:
     def _tell_of(self, step: ObservedStep, kinds: Sequence[Kind], places: Sequence[tuple[Kind, nn.Module]],
                  budget: int, beside: int, peak: int) -> None:
         parts = []
-        for kind in kinds:
-            names = [self._name(m) for k, m in places if k is kind]
+        for key in dict.fromkeys(k.key for k in kinds):
+            mine = [(k, m) for k, m in places if k.key == key]
+            names = list(dict.fromkeys(self._name(m) for _, m in mine))
             several = f" to {names[-1]}, {len(names)} in all" if len(names) > 1 else ""
-            parts.append(f"{names[0]}{several} ({kind.name})")
-        why = "; ".join(dict.fromkeys(f"{k.name}: {k.why}" for k in self._kinds.values() if k.why))
+            parts.append(f"{names[0]}{several} ({mine[0][0].name})")
+        why = "; ".join(dict.fromkeys(f"{k.name}: {k.why}" for k in self._kinds if k.why))
         planned = sum(k.saved for k in kinds)
         logger.warning(
             "%s is planned by parts: %s. That is %.0f%% of the %s bytes that a step as it is keeps for its "
@@ -532,7 +562,7 @@ class Parts:
         """Observe nothing any more."""
         self._stop_watching()
         self._step = None
-        self._kinds.clear()
+        self._alike.clear()
 
     def take_away(self) -> None:
         """Leave every submodule as it was."""
@@ -561,10 +591,10 @@ class _Before:
         self._host.restore()
 
 
-def scaled(ways: Sequence[Way], size: float) -> Sequence[Way]:
-    """The figures of schedules for calls of another size."""
-    return ways if size == 1 else [Way(w.seconds * size, ceil(w.saved * size), ceil(w.extra * size))
-                                   for w in ways]
+def scaled(ways: Sequence[Way], average: float, largest: float) -> Sequence[Way]:
+    """The figures of schedules for calls of other sizes."""
+    return ways if average == largest == 1 else [
+        Way(w.seconds * average, ceil(w.saved * average), ceil(w.extra * largest)) for w in ways]
 
 
 def kind_key(module: nn.Module) -> object:

@@ -45,7 +45,7 @@ from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards, Observations, changing, differing
-from rkmate.runtime.outside import MANY, MORE, Outside, OutsideWatch
+from rkmate.runtime.outside import MANY, MORE, BetweenMeter, Outside, OutsideWatch
 from rkmate.runtime.recorded_step import RecordedStep, check_plan
 from rkmate.runtime.segments import Call, OpenCalls, saved_by
 from rkmate.show.plan import Plan
@@ -240,6 +240,8 @@ class Specialization:
     """The tangent mask that the next forward is planned for."""
     outside: Outside = Outside()
     """Memory that the caller was seen to use for the outputs, if a plan has no room for it."""
+    has_others: bool = False
+    """Whether the next step measures what other models take between its forward and its backward."""
     member: Member | None = None
     """The full capture from which other sizes are derived; None if this one was derived."""
 
@@ -351,6 +353,13 @@ class PlanCache:
         with self._lock:
             return any(k.flags.parts == flags.parts for k in self._kept)
 
+    def has_prototype(self, key: Guards) -> bool:
+        """Return whether a call follows the plan of an equal one that was captured before."""
+        return self._prototype(key) is not None
+
+    def _prototype(self, key: Guards) -> Prototype | None:
+        return next((p for p in self._prototypes if p.fits(self.model, key)), None)
+
     def differing(self, key: Guards) -> str:
         """Return how a call differs from the nearest planned call."""
         with self._lock:
@@ -382,8 +391,7 @@ class PlanCache:
         members = [s.member for s in others if s.member is not None
                    and comparable(key, s.member.key)][-MEMBERS:]
         derived, recording = derive(self.model, args, kwargs, key, members)
-        like = None if plan is not None else \
-            next((p for p in self._prototypes if p.fits(self.model, key)), None)
+        like = None if plan is not None else self._prototype(key)
         traced = like.traced if like is not None else trace(
             self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
         captured = traced.capture
@@ -505,21 +513,26 @@ class PlanCache:
         """Look, once for each plan, at what the caller makes of the outputs of a call whose forward has
         returned, before its backward. If the plan has no room for it, the next forward is planned anew."""
         settings, plan = known.traced.settings, ready.plan
-        if not self.planning.counts_calls or ready.looked or self._saved or settings.calls > 1 or \
-                settings.loss_bytes is not None or not ready.compiled.outputs.are_large:
+        if not self.planning.counts_calls or (ready.looked and not known.has_others) or self._saved or \
+                settings.calls > 1 or settings.loss_bytes is not None or not ready.compiled.outputs.are_large:
             return
-        ready.looked = True
-        number = self.open_calls.added
-        watch, then = OutsideWatch(ready.compiled.device), call.begins
+        ready.looked, measures, known.has_others = True, known.has_others, False
+        number, device = self.open_calls.added, ready.compiled.device
+        watch, then = OutsideWatch(device), call.begins
+        meter = BetweenMeter(device, call) if measures else None
         usual, free = plan.graph.reserve_at_loss, plan.budget_bytes - plan.peak_bytes
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
-            seen = watch.end(grads)
+            if meter is not None:
+                meter.end()
+            seen = watch.end(grads)._replace(between=meter)
             if self.open_calls.added == number and len(self.open_calls.now()) == 1:
-                if seen.operations > MANY:
-                    warn(f"more than {MANY} operations follow on the outputs of {known.traced.name}: what "
-                         f"they take comes on top of the budget, in which {usual:,} bytes are left for a "
-                         "loss. Leave room for other models in a step (rkmate.Settings(loss_bytes=...))")
+                if meter is not None:
+                    known.outside = seen
+                elif seen.operations > MANY and devices.of(device).host:
+                    known.has_others = True
+                elif seen.operations > MANY:
+                    _warn_of_others(known.traced.name, usual)
                 elif seen.held - LOSS_SCALARS > free or not (
                         seen.is_usual or saved_by(plan) + _of_more(usual) <= plan.budget_bytes):
                     known.outside = seen
@@ -536,12 +549,24 @@ class PlanCache:
             if seen == Outside() or not executables:        # plans are for more calls now
                 return self.current(known, tensors)         # another thread was here meanwhile
             usual = max(e.plan.graph.reserve_at_loss for e in executables.values())
+            held = max(0, seen.held - LOSS_SCALARS)
             loss = usual if seen.is_usual else _of_more(usual)
-            known.traced = replace(before, outside=max(0, seen.held - LOSS_SCALARS), settings=replace(
-                before.settings, loss_bytes=loss))
-            known.executables.clear()
             words = (f"the loss that is computed from the outputs of {before.name} takes more than a usual "
                      f"one (about {loss:,} bytes; {seen.held:,} are held while the backward runs)")
+            remedy = "A loss inside of the plan (rkmate.with_loss) takes less"
+            if seen.between is not None:
+                between = seen.between.bytes()
+                if between is None:
+                    _warn_of_others(before.name, usual)
+                    return self.current(known, tensors)
+                loss = max(usual, between - held)
+                words = (f"more than {MANY} operations, as of another model, follow on the outputs of "
+                         f"{before.name}, and take {between:,} bytes before its backward begins")
+                remedy = "Give a larger budget, or checkpoint the other model (torch.utils.checkpoint)"
+                if all(saved_by(e.plan) + loss <= e.plan.budget_bytes - held for e in executables.values()):
+                    return self.current(known, tensors)
+            known.traced = replace(before, outside=held, settings=replace(before.settings, loss_bytes=loss))
+            known.executables.clear()
             try:
                 found = self.current(known, tensors)
             except InfeasibleBudget as error:
@@ -551,10 +576,10 @@ class PlanCache:
                 plan = found.plan
                 warn(f"{words}. No plan keeps to the budget with it: {error}. Steps take up to about "
                      f"{max(plan.peak_bytes + seen.held, saved_by(plan) + loss):,} bytes, and the budget is "
-                     f"{plan.budget_bytes:,}. A loss inside of the plan (rkmate.with_loss) takes less")
+                     f"{plan.budget_bytes:,}. {remedy}")
                 return found
-        logger.warning("%s: from this step on, plans leave room for that (the first step took more than its "
-                       "budget)", words)
+        logger.warning("%s: from this step on, plans leave room for that (the steps before took more than "
+                       "their budget)", words)
         return found
 
     def _plan_for_calls(self, calls: int) -> None:
@@ -679,6 +704,12 @@ class PlanCache:
             check_plan(plan, step)
         return Executable(plan, step, looked=is_given, known=KnownPlan(plan, not derived, planned.orders),
                           graph_nodes=len(prepared.partition.program.joint.graph.nodes))
+
+
+def _warn_of_others(name: str, usual: int) -> None:
+    warn(f"more than {MANY} operations follow on the outputs of {name}: what they take comes on top of the "
+         f"budget, in which {usual:,} bytes are left for a loss. Leave room for other models in a step "
+         "(rkmate.Settings(loss_bytes=...))")
 
 
 def _of_more(usual: int) -> int:

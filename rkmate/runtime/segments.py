@@ -18,7 +18,7 @@ from rkmate.runtime.environment import Additions, Environment, RerunState
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.schema import below_autograd, below_views
-from rkmate.torch_seam.tensors import base_of, keeps_graph
+from rkmate.torch_seam.tensors import base_of, is_asked_for, keeps_graph
 
 # -- Segments --------------------------------------------------------------------------------------
 #
@@ -37,7 +37,7 @@ class Call:
     """A forward and the backward that belongs to it."""
 
     __slots__ = ("__weakref__", "additions", "again_with_graph", "begins", "env", "finished", "functions",
-                 "last", "next", "ready", "rerun", "targets", "token", "went", "with_graph")
+                 "last", "next", "ready", "rerun", "targets", "token", "waiting", "went", "with_graph")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -66,6 +66,8 @@ class Call:
         """Gradients with a graph, for the segments to hand out."""
         self.token = token(env.device)
         """The gradient of every token."""
+        self.waiting: dict[int, list[torch.Tensor | None]] = {}
+        """Gradients of a segment that a backward has computed and not asked for: a later one takes them."""
 
     def begin(self, receive: Callable[[], None], grads: Sequence[torch.Tensor | None] = ()) -> None:
         """Begin the backward: `receive` puts the gradients of the outputs, `grads`, where the segments find
@@ -76,6 +78,7 @@ class Call:
         """
         if self.next and self.rerun is not None:
             self.env.clear()
+            self.waiting.clear()
             self.next, self.ready = 0, {}
         if self.next:
             raise BackwardError(_GONE)
@@ -90,10 +93,13 @@ class Call:
             raise
 
     def run(self, number: int) -> list[Any]:
-        """Run one segment of the backward: parameter gradients, then (last segment) input gradients.
+        """Run one segment of the backward: parameter gradients, then (last segment) input gradients. One that
+        has run for some of them hands out what was kept of the others.
 
         Raises `BackwardError` when the segment has run before.
         """
+        if number in self.waiting:
+            return self.waiting.pop(number)
         if self.next != number:
             raise BackwardError(_GONE)
         self.next = number + 1
@@ -119,12 +125,21 @@ class Call:
                 self.finished()
         return result
 
+    def keep(self, number: int, found: Sequence[Any], edges: Sequence[tuple[Any, int]]) -> None:
+        """Keep the gradients of a segment that this backward does not ask for: a pipeline may split
+        a backward into one for the inputs and a later one for the parameters. `edges`: what they flow to."""
+        rest = [None if node is None or is_asked_for(node) else grad
+                for grad, (node, _) in zip(found, edges, strict=True)]
+        if any(grad is not None for grad in rest):
+            self.waiting[number] = rest
+
     def _interrupt(self) -> None:
         """Give up a backward that an error has stopped."""
         if self.additions is not None:
             self.additions.were_interrupted()
         self.next = -1
         self.env.clear()
+        self.waiting.clear()
         self.ready = self.rerun = None
 
     def begin_with_graph(self, given: Mapping[int, torch.Tensor]) -> None:
@@ -236,7 +251,12 @@ class _Segment(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         call, number, begin = ctx.segment
-        return (*begin, *(call.run_with_graph(number) if torch.is_grad_enabled() else call.run(number)))
+        if torch.is_grad_enabled():
+            return (*begin, *call.run_with_graph(number))
+        found = call.run(number)
+        if keeps_graph():
+            call.keep(number, found, ctx.next_functions[-len(found):] if found else ())
+        return (*begin, *found)
 
 
 def _quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

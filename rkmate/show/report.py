@@ -72,6 +72,7 @@ def _head(plan: PlanData, date: datetime.date) -> Iterator[str]:
         ("model", f"{about.model}, {count(about.parameters, 'parameter')} ({trained} trained)"),
         ("inputs", "; ".join(f"{n} {shape}" for n, shape in about.inputs)),
         ("device", about.device), ("planned by", ", ".join(f"{n} {v}" for n, v in about.versions))]
+    rows += [row for row in facts(plan) if row[0] == "distributed"]
     rows += [("report of", date.isoformat()),
              ("plan", f"planner {plan.planner}, {count(len(plan.blocks), 'block')}, "
                       f"{count(len(plan.graph.computations), 'computation')}")]

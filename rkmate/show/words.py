@@ -115,6 +115,9 @@ def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
     copies = copies_of(replay(plan)) if plan.graph.link is not None else None
     if copies is not None:
         result += copies_facts(copies)
+    if plan.origin is not None and plan.origin.placements:
+        result.append(("distributed", "; ".join(f"{count(n, 'parameter')} {where}"
+                                                for where, n in plan.origin.placements)))
     if plan.compiled:
         result.append(("compiled", f"{_groups(plan)}, by {plan.compiled}"))
     if plan.bound_seconds is not None and plan.gap is not None:

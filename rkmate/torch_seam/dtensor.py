@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,24 @@ def local_part(tensor: Any) -> torch.Tensor:
     """Return the local part of a DTensor. Its gradient becomes a DTensor with the same placements."""
     found: torch.Tensor = tensor.to_local()
     return found
+
+
+def placements_of(model: nn.Module) -> dict[str, int]:
+    """Return how a model's DTensor parameters are placed, in words, and how many are placed so."""
+    found: Counter[str] = Counter()
+    for parameter in model.parameters():
+        if is_dtensor(parameter):
+            mesh: Any = parameter.device_mesh          # type: ignore[attr-defined]
+            names = mesh.mesh_dim_names or ("ranks",) * mesh.ndim
+            where = ", ".join(f"{placement!r} over {n} {name}" for placement, n, name
+                              in zip(placed(parameter).placements, mesh.shape, names, strict=True))
+            found[where] += 1
+    return dict(found)
+
+
+def bytes_held(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor that this rank holds: of a DTensor, those of its local part."""
+    return (local_part(tensor.detach()) if is_dtensor(tensor) else tensor).nbytes
 
 
 # -- While a model is traced --------------------------------------------------------------------

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -146,10 +146,20 @@ def _groups(forms: Sequence[object]) -> list[list[int]]:
 
 def will_accumulate(parameter: torch.Tensor) -> bool:
     """Return, inside a backward, whether that is going to add to a parameter's ``.grad``."""
+    return _use_of(get_gradient_edge(parameter).node) == "added"
+
+
+def is_asked_for(node: Any) -> bool:
+    """Return, inside a backward, whether that is going to add to the gradient of a node of autograd's graph,
+    or to return it."""
+    return _use_of(node) != "none"
+
+
+def _use_of(node: Any) -> Literal["added", "returned", "none"]:
     try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError:            # torch.autograd.grad was asked for this parameter's gradient
-        return False
+        return "added" if torch._C._will_engine_execute_node(node) else "none"
+    except RuntimeError:            # torch.autograd.grad was asked for the gradient of this leaf
+        return "returned"
 
 
 def inside_backward() -> bool:

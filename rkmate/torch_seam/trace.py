@@ -155,6 +155,19 @@ def meeting_place(group: Any) -> tuple[Any, float]:
     return dist.distributed_c10d._get_default_store(), timeout.total_seconds()
 
 
+@contextmanager
+def fake_ranks(count: int) -> Iterator[None]:
+    """Let this process be the first one of a process group whose other ranks are not there, and whose
+    collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 # -- what a trace prints -----------------------------------------------------------------------
 
 def _printing() -> tuple[ModuleType, ...]:

@@ -203,23 +203,26 @@ def _autograd() -> None:
     from rkmate.torch_seam import tensors
 
     seen = []
+    asked: list[list[bool]] = []
 
     class Asks(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
-            return x.clone()
+        def forward(ctx, x, y):  # type: ignore[no-untyped-def]
+            return x + y
 
         @staticmethod
         def backward(ctx, grad):  # type: ignore[no-untyped-def]
             seen.append((tensors.will_accumulate(leaf), tensors.keeps_graph()))
+            asked.append([tensors.is_asked_for(node) for node, _ in ctx.next_functions])
             assert tensors.inside_backward()
-            return grad
+            return grad, grad
 
-    leaf = torch.ones(1, requires_grad=True)
-    loss = Asks.apply(leaf).sum()
+    leaf, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    loss = Asks.apply(leaf, other).sum()
     loss.backward(retain_graph=True)
     torch.autograd.grad(loss, leaf)
     assert seen == [(True, True), (False, False)]
+    assert asked == [[True, True], [True, False]]
     assert not tensors.inside_backward()
     packed: list[torch.Tensor] = []
 

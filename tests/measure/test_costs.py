@@ -68,7 +68,7 @@ def test_every_run_counts(measured: Measure) -> None:
 
 
 def test_what_takes_long_is_not_repeated(measured: Measure) -> None:
-    _, often = measured(lambda n: 0.03, passes=1, repeats=3)
+    _, often = measured(lambda n: 0.03, passes=1, repeats=3, enough_seconds=1.0)
     _, once = measured(lambda n: 0.03, passes=1, repeats=3, enough_seconds=0.02)
     assert often.calls == 3 * once.calls
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from rkmate.measure import runs
@@ -33,15 +35,15 @@ def test_the_allowance_is_kept(allowance: float) -> None:
     assert max(found.values()) == 6
 
 
-def _runs(monkeypatch: pytest.MonkeyPatch, seconds: float, step: float) -> list[int]:
+def _runs(monkeypatch: pytest.MonkeyPatch, seconds: float, step: float, often: int = 1) -> list[int]:
     """Timed runs in each pass of one operation that takes so long."""
     clock = iter(range(1000))
     monkeypatch.setattr(runs.time, "perf_counter", lambda: next(clock) * seconds)
     counts = []
     with FakeDevice(seconds=lambda n: seconds) as device:
-        timings = Timings(device, MeasureSettings(enough_seconds=1e9))
+        timings = Timings(device, MeasureSettings(repeats=3, enough_seconds=1e9))
         timings.clock(lambda: None, "op")
-        timings.share(step)
+        timings.share(step, Counter(op=often))
         for number in range(2):
             timings.start_pass(number)
             before = device.calls
@@ -57,6 +59,11 @@ def test_runs_are_dealt_out_to_the_passes(monkeypatch: pytest.MonkeyPatch) -> No
     assert _runs(monkeypatch, 1.0, 0.0) == [2, 1]
     assert _runs(monkeypatch, 10.0, 60.0) == [1, 0]         # and the first run, for its memory
     assert _runs(monkeypatch, 10.0, 10.0) == [0, 0]
+
+
+def test_what_takes_little_of_a_step_runs_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _runs(monkeypatch, 0.001, 1.0) == [1, 1]
+    assert _runs(monkeypatch, 0.001, 1.0, often=12) == [3, 3]
 
 
 @pytest.mark.parametrize(("passes", "seconds", "counts"), [

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.measure.step import measure_step
+from rkmate.torch_seam.memory import is_profiling
 
 X = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -88,7 +89,43 @@ def test_bytes_that_are_given_are_not_looked_for(caplog: pytest.LogCaptureFixtur
     assert "usual one" not in caplog.text
 
 
-def test_other_models_in_a_step_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    other = nn.Sequential(*(nn.Tanh() for _ in range(120)))
-    with pytest.warns(rkmate.RkmateWarning, match="more than 100 operations follow"):
-        _applied(lambda out: other(out).sum(), caplog)
+def other(depth: int = 60) -> Loss:
+    """Another model behind the outputs, and its loss."""
+    parts = nn.Sequential(*(m for _ in range(depth) for m in (nn.Tanh(), nn.Sigmoid())))
+    return lambda out: F.mse_loss(parts(out), torch.zeros_like(out))
+
+
+def test_other_models_in_a_step_have_room(caplog: pytest.LogCaptureFixture) -> None:
+    loss, plain, model = other(), net(), net()
+    budget = int(0.93 * measure_step(plain, stepping(plain, loss)).peak)
+    for each in (plain, model):
+        each.zero_grad()
+    rkmate.apply(model, budget=budget, progress=False)
+    with caplog.at_level(logging.WARNING, "rkmate"):
+        for _ in range(3):
+            stepping(plain, loss)()
+            stepping(model, loss)()
+    assert "more than 100 operations, as of another model, follow on the outputs of Sequential" in caplog.text
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(  # type: ignore[arg-type]
+        plain.parameters(), model.parameters(), strict=True))
+    assert measure_step(model, stepping(model, loss)).peak <= budget
+
+
+def test_other_models_that_find_no_room_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.warns(rkmate.RkmateWarning, match="as of another model.*checkpoint the other model") as said:
+        plan = _applied(other(), caplog)
+    assert len(said) == 1 and f"the budget is {plan.budget_bytes:,}" in str(said[0].message)
+
+
+def test_other_models_are_told_of_where_a_profiler_is_in_the_way(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.autograd.profiler.profile(), \
+            pytest.warns(rkmate.RkmateWarning, match="more than 100 operations follow"):
+        _applied(other(), caplog)
+
+
+def test_a_measurement_ends_where_no_backward_comes() -> None:
+    model = net()
+    rkmate.apply(model, budget=10**8, progress=False, settings=rkmate.Settings(costs="analytic"))
+    stepping(model, other())()
+    model(X)
+    assert not is_profiling()

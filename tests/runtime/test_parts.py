@@ -258,6 +258,34 @@ def test_calls_of_other_sizes_count_as_what_they_save() -> None:
     assert peak(model, plainly, 0) <= budget
 
 
+class Levels(Stack):
+    """One layer that is called with more or fewer rows."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        for k in (0, 1, 2, 1):
+            rows = len(x) >> k
+            x = torch.cat([self.layers[0](x[:rows]), x[rows:]])
+            if x.abs().amax() > 1e9:
+                x = x.clamp(-1, 1)
+        return F.cross_entropy(self.head(x), y)
+
+
+@pytest.mark.parametrize("most", [4, 2])
+def test_each_size_of_a_module_s_calls_has_its_plan(most: int, caplog: pytest.LogCaptureFixture,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rkmate.runtime.parts.SIZES", most)
+    model = Levels([Layer()])
+    plain = copy.deepcopy(model)
+    budget = int(0.75 * peak(copy.deepcopy(plain), plainly, 0))
+    applied(model, budget)
+    with caplog.at_level(logging.WARNING, "rkmate"):
+        same_steps(plain, model, plainly)
+    assert "planned by parts: layers.0 (Layer). " in caplog.text
+    assert ("a call differs from the planned ones" in caplog.text) is (most < 3)
+    assert peak(model, plainly, 0) <= budget
+
+
 def test_everything_is_taken_away_again() -> None:
     model = Stack([Layer() for _ in range(4)], drop=0.3)
     keys, before = list(model.state_dict()), {n: dict(m.__dict__) for n, m in model.named_modules()}

@@ -172,6 +172,40 @@ def test_what_a_library_puts_in_the_place_of_forward_is_planned() -> None:
         assert torch.equal(model(X), 2 * Tower.forward(model, X))
 
 
+def test_an_object_that_keeps_results_of_the_planned_forward(caplog: pytest.LogCaptureFixture) -> None:
+    """As a loss of several widths puts one into a model for a step: the first width calls the forward."""
+    class Keeping:
+        def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
+            self.forward = forward
+            self.kept: list[torch.Tensor] = []
+            self.at = -1
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            self.at += 1
+            if self.at == 2:
+                self.at = 0
+            if len(self.kept) < 2:
+                self.kept.append(self.forward(x))
+            return self.kept[self.at]
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        before = model.forward
+        model.forward = Keeping(before)
+        try:
+            wide, narrow = ([model(X + k) for k in range(2)] for _ in range(2))
+            return torch.stack([w.sum() + n[:, :4].sin().sum()
+                                for w, n in zip(wide, narrow, strict=True)]).sum()
+        finally:
+            model.forward = before
+
+    model = Tower()
+    twin = copy.deepcopy(model)
+    applied(model)
+    for _ in range(2):
+        same_step(twin, model, loss)
+    assert "from this step on, plans are for 2 calls" in caplog.text and len(caplog.records) == 1
+
+
 def test_forward_called_by_itself_is_planned() -> None:
     """As peft calls the forward of its base model."""
     model = Tower()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -58,6 +59,39 @@ class _Backward(nn.Linear):
         return super().forward(x)
 
 
+def _positive(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0]
+
+
+class _Picking(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _positive(super().forward(x)).sum()
+
+
+class _Asserting(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        assert x.abs().max() < 1e9
+        return x
+
+
+class _Sparse(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.weight.to_sparse(), x.T)
+
+
+class _Assigning(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = 0.9 * self.weight.data
+        return super().forward(x)
+
+
+class _Threaded(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(super().forward, x).result()
+
+
 def _inside_grad() -> Any:
     module = _wrap()
     return torch.func.grad(lambda x: module(x).sum())(X)
@@ -106,6 +140,12 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "distribution": (C, "validate_args=True", lambda: _wrap(_Sampled(8, 8))),
     "packed sequence": (C, "lengths of a packed sequence", lambda: _wrap(
         _Packed(8, 8), (torch.randn(3, 2, 8), torch.tensor([3, 2])))),
+    "rows that a mask picks": (C, r"return x\[x > 0\]: .* Compute all rows", lambda: _wrap(_Picking(8, 8))),
+    "an assertion": (C, r"or leave assertions out \(python -O\)", lambda: _wrap(_Asserting(8, 8))),
+    "sparse intermediate": (C, "makes a tensor with the layout torch.sparse_coo", lambda: _wrap(
+        _Sparse(8, 8))),
+    "data that is assigned": (C, "assigns to the .data of a tensor", lambda: _wrap(_Assigning(8, 8))),
+    "another thread": (C, "compute in the thread of the caller", lambda: _wrap(_Threaded(8, 8))),
     "backward in the forward": (C, r"torch\.autograd\.grad", lambda: _wrap(_Backward(8, 8))),
     "generator": (A, "Generator", lambda: _wrap(args=(X, torch.Generator()))),
     "backward hooks": (C, "module backward hooks", lambda: _wrap(_hooked())),

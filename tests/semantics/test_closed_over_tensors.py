@@ -38,7 +38,9 @@ class Holder(nn.Module):
     lambda m: FACTORS,
     lambda m: torch.tensor([1.0, 2.0] * 4) * FACTORS,
     lambda m: m.taught.detach(),
-], ids=["attribute", "twice", "list", "global", "made of numbers", "detached"])
+    lambda m: m.weight.data[0] * m.taught.data,
+    lambda m: m.weight[0] + (m.weight.round() - m.weight).data[0],
+], ids=["attribute", "twice", "list", "global", "made of numbers", "detached", "data", "straight through"])
 def test_computes_with_a_closed_over_tensor(reach: Callable[[Holder], torch.Tensor]) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     model = nn.Sequential(Holder(reach), nn.Dropout(0.3), Holder(reach))

@@ -85,6 +85,19 @@ def test_the_peak_is_within_the_budget_with_what_is_computed_before() -> None:
     assert 0.98 * module.plan.peak_bytes < peak <= 0.8 * whole * 1.02
 
 
+def test_the_peak_without_rematerialization_counts_what_is_computed_before() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.layer(x))[torch.nonzero(mask)[:, 0]].square().sum()
+
+    plan = planned(Chosen(), torch.randn(1000, 2), torch.ones(1000, dtype=torch.bool), budget=1.0).plan
+    assert plan.baseline_peak_bytes - plan.budget_bytes == 8000 and "next to the step" in plan.note
+
+
 def test_a_value_that_leads_to_an_error_does_so() -> None:
     with pytest.raises(rkmate.RkmateError, match="a label is too large"):
         _masked()[1](TOKENS, _labels(30) + 200)

@@ -102,6 +102,15 @@ def test_its_peak_is_within_the_budget(budget: float) -> None:
     assert peak <= module.plan.peak_bytes
 
 
+def test_memory_inside_is_measured_on_the_values_of_each_sample() -> None:
+    """Costs of an equal model are known by then, and rows that all choose alike take more."""
+    for x in (torch.randn(128, 16), torch.randn(1, 16).repeat(128, 1)):
+        module = rkmate.wrap(Network(), (x,), budget=1.0, progress=False, settings=AUTO)
+        _step(module, x)
+        module.zero_grad(set_to_none=False)
+        assert measure_peak(lambda: module(x).backward()).peak <= module.plan.peak_bytes
+
+
 def test_layers_that_are_alike_are_solved_once() -> None:
     _, module = _network(1.0)
     operations = [c for c in module.plan.graph.computations if c.operation == "opaque"]

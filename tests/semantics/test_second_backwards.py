@@ -124,3 +124,54 @@ def test_a_plan_over_the_budget_serves_one_step_alone(counted: bool, monkeypatch
         module(x)
     assert all(plan.peak_bytes <= plan.budget_bytes == module.plan.budget_bytes
                for plan in module._plans.all())
+
+
+class Stage(nn.Module):
+    """A stage of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+                                      for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.skipif(torch.__version__.startswith(("2.11.", "2.12.")),
+                    reason="torch.autograd.grad takes no edge of a function written in Python")
+def test_a_backward_in_two_parts() -> None:
+    """Zero-bubble schedules take the gradients of a stage's inputs first, its parameters' later."""
+    split = pytest.importorskip("torch.distributed.pipelining._backward")
+    stage = Stage()
+    xs = [torch.randn(64, 8, requires_grad=True) for _ in range(3)]
+    module = rkmate.wrap(stage, (xs[0],), budget=0.6, calls=3, progress=False)
+
+    def step(run: Callable[..., Any], *, later: bool) -> list[torch.Tensor]:
+        stage.zero_grad()
+        parts, found = [], []
+        outputs = [run(x) for x in xs]
+        for x, y in zip(xs, outputs, strict=True):
+            x.grad = None
+            inputs, groups = split.stage_backward_input([y], [torch.ones_like(y)], [x], stage.parameters())
+            found += inputs
+            parts.append(groups)
+            if not later:
+                split.stage_backward_weight(stage.parameters(), parts.pop())
+        for groups in parts:
+            split.stage_backward_weight(stage.parameters(), groups)
+        return [*found, *(p.grad.clone() for p in stage.parameters())]
+
+    for later in (True, False):
+        assert all(map(torch.equal, step(stage, later=later), step(module, later=later)))
+
+
+def test_a_part_of_a_backward_comes_once() -> None:
+    stage = Stage()
+    x = torch.randn(64, 8, requires_grad=True)
+    module = rkmate.wrap(stage, (x,), budget=0.6, progress=False)
+    y = module(x)
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    with pytest.raises(rkmate.BackwardError, match="through a backward already"):
+        y.sum().backward()

@@ -107,7 +107,7 @@ def _wrapped(rank: int, kind: str) -> dict[str, Any]:
     plain = _parallel(_Net(), kind)
     mine, theirs = _steps(run, net, kind, rank), _steps(plain, plain, kind, rank)
     kinds = [type(run(_data(kind, rank))).__name__, type(plain(_data(kind, rank))).__name__]
-    return {"equal": are_equal(mine, theirs), "one plan": same, "kinds": kinds}
+    return {"equal": are_equal(mine, theirs), "one plan": same, "kinds": kinds, "table": str(run.plan)}
 
 
 def _applied(rank: int) -> dict[str, Any]:
@@ -154,6 +154,7 @@ def test_it_is_planned_as_one(found: Found, kind: str) -> None:
     for mine in found[kind]:
         assert "failed" not in mine, mine["failed"]
         assert mine["equal"] and mine["one plan"]
+        assert " over 2 ranks" in mine["table"]
         assert mine["kinds"][0] == mine["kinds"][1] == (
             "DTensor" if kind == "distributed output" else "Tensor")
 

@@ -14,7 +14,7 @@ from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
-from rkmate.graph.ops.collectives import is_collective, ranks_of
+from rkmate.graph.ops.collectives import is_collective, spread_of
 from rkmate.ir.calls import Constant, Defined, Name, NameTable, Operator, Writer, in_full
 from rkmate.torch_seam.nodes import VALUE
 
@@ -55,7 +55,7 @@ def _text(program: Program, block: Block, sources: Mapping[Source, fx.Node]) -> 
         if node.target in (FORWARD, BACKWARD):
             call = replace(call, args=(Constant(kind_of(str(node.args[0]))), *call.args[1:]))
         elif is_collective(node.target):
-            call = replace(call, args=(*call.args[:-1], Constant(f"{ranks_of(str(node.args[-1]))} ranks")))
+            call = replace(call, args=(*call.args[:-1], Constant(spread_of(str(node.args[-1])))))
         lines.append(f"{left} = {_WRITE(call)}")
     for source, name in naming.sources.items():
         value = sources[source].meta[VALUE]

@@ -31,7 +31,13 @@ from rkmate.graph.capture.effects import (
 )
 from rkmate.graph.capture.opaque import Opaque, with_opaque
 from rkmate.graph.capture.recipe import Recipe
-from rkmate.graph.capture.refusals import OWN_GENERATOR, explained, has_generator, is_data_dependent
+from rkmate.graph.capture.refusals import (
+    OWN_GENERATOR,
+    explained,
+    has_generator,
+    is_data_dependent,
+    refuse_sparse,
+)
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
 from rkmate.graph.capture.state import MISSING, Assigned, HostDraws, PythonState
 from rkmate.graph.capture.structure import LOCAL, Structure, piece_name, take_apart
@@ -51,7 +57,15 @@ from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError
 from rkmate.torch_seam.patches.features import INNER, check_once
 from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW, ChecksByValue
 from rkmate.torch_seam.tensors import FakeTensor, storage_id
-from rkmate.torch_seam.trace import Role, export_joint, graphs_without_code, load, quiet, role_of
+from rkmate.torch_seam.trace import (
+    Role,
+    export_joint,
+    graphs_without_code,
+    load,
+    quiet,
+    role_of,
+    said_to_export,
+)
 from rkmate.torch_seam.versions import is_off
 
 # -- A captured step -------------------------------------------------------------------------------
@@ -344,6 +358,17 @@ def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],
     return program
 
 
+def _joint_of_distributed(flat: _Flat, tensors: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """Return the joint graph of a model with DTensor parameters, which is traced without an export, in the
+    first way in which that succeeds."""
+    *ways, last = ways_to_export(flat.model, direct=True)
+    for way in ways:
+        with contextlib.suppress(Exception), said_to_export(), way():
+            return export_joint(flat, tensors, WRITTEN_ANEW)
+    with said_to_export(), last():
+        return export_joint(flat, tensors, WRITTEN_ANEW)
+
+
 def _capture(model: nn.Module, args: tuple[Any, ...],
              kwargs: dict[str, Any]) -> tuple[Capture, Sequence[Assigned]]:
     """Return the capture of a forward that asks for no values; else, where it asks for those of its inputs,
@@ -360,9 +385,12 @@ def _capture(model: nn.Module, args: tuple[Any, ...],
         with from_inputs(model, given) as values, values_are_read():
             try:
                 return _once(model, args, kwargs, values)
-            except CaptureError:
+            except CaptureError as again:
                 if values.answered or values.questions.answered:
                     raise                   # the first obstacle is none, and there is another
+                reasons = cause, again.__cause__
+                if all(isinstance(e, Exception) and is_data_dependent(e) for e in reasons):
+                    raise                   # the same obstacle, with the line
                 raise error from cause
 
 
@@ -380,7 +408,8 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         program = None
         try:
             program = _export(flat, tuple(tensors), values)
-            module = export_joint(program, tensors, WRITTEN_ANEW)
+            module = _joint_of_distributed(flat, tensors) if local_names() else \
+                export_joint(program, tensors, WRITTEN_ANEW)
             structure = flat.found.structure
             assert structure is not None
         except (ClosedOverError, OwnBackwardError) as error:
@@ -389,6 +418,7 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             raise
         except Exception as error:
             raise explained(model, args, kwargs, error, program) from error
+    refuse_sparse(model, module.graph)
     repair_joint(module.graph)
     found = _read(module, model, program, inputs, structure, values, flat.found.outputs)
     return replace(found, effects=flat.found.effects), flat.found.assigned

@@ -29,6 +29,7 @@ from rkmate.torch_seam.modules import (
     has_backward_hooks,
     running_data_parallel,
 )
+from rkmate.torch_seam.nodes import VALUE, is_backward
 from rkmate.torch_seam.patches.libraries import is_observer, routed_by_loops, weight_made_by
 from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
 from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks
@@ -112,15 +113,22 @@ def _numpy(model: nn.Module, place: str, text: str) -> str:
     return "The forward hands a tensor to numpy, which a plan cannot repeat: compute it with torch."
 
 
+def _asserted(model: nn.Module, place: str, text: str) -> str:
+    if not re.search(r":\d+: assert\b", place):
+        return ""
+    return ("An assertion reads a value: ask whether values are finite (assert torch.isfinite(x).all()), "
+            "which a plan checks after its forward, or leave assertions out (python -O).")
+
+
 def _value_decides(model: nn.Module, place: str, text: str) -> str:
-    if "rkmate.dtr" not in text:
+    if "no static plan exists" not in text:
         return ""
     return ("Or write it without the value: torch.where for a branch, a mask or padding for a size; or "
             "decide outside, and pass what was decided as a plain argument.")
 
 
 RULES: tuple[Callable[[nn.Module, str, str], str], ...] = (
-    _own_generator, _layers_dropped, _fake_quantized, _spectrum_masked, _numpy, _value_decides)
+    _own_generator, _layers_dropped, _fake_quantized, _spectrum_masked, _numpy, _asserted, _value_decides)
 """Explanations, in the order in which they are tried; the first that applies is used."""
 
 
@@ -256,12 +264,22 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                 f"so no static plan exists: {_static_form(model, error, place)}{_opaque(model, place)}"
                 "rkmate.dtr runs such models.")
     elif "fake tensor in the exported program constant" in text:
-        reason = "the forward reads .data or .grad of a tensor, which a trace cannot follow"
-        hint = ": use .detach()"
+        reason = "the forward makes a tensor in a way that a trace cannot follow"
+        hint = ": use no .grad of a tensor, and compute in the thread of the caller"
     else:
         hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
     return CaptureError(f"{type(model).__name__} cannot be captured{place}: {reason}{hint}"
                         f"{way_out(model, place, f'{text} {hint}')}")
+
+
+def refuse_sparse(model: nn.Module, graph: fx.Graph) -> None:
+    """Raise for a traced forward that computes with tensors of another layout than the dense one."""
+    for node in graph.nodes:
+        value = node.meta.get(VALUE)
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided and not is_backward(node):
+            raise CaptureError(f"{type(model).__name__}: the forward makes a tensor with the layout "
+                               f"{value.layout} ({node.target}), which a plan cannot hold: compute with "
+                               "dense tensors, or with indices (index_add, scatter)")
 
 
 def _static_form(model: nn.Module, error: Exception, place: str) -> str:

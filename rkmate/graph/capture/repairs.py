@@ -44,7 +44,9 @@ from rkmate.torch_seam.patches.libraries import (
     without_value_checks,
 )
 from rkmate.torch_seam.patches.modules import (
+    attributes_carried,
     cumulative_averages_as_tensors,
+    frozen_parameters_plain,
     hooks_of_the_model_alone,
     new_buffers_as_writes,
     standing_modules_stay,
@@ -102,6 +104,8 @@ class Patch(Pass):
     is traced; ``"export"``, its export."""
     may_fail: bool = field(default=False, kw_only=True)
     """Whether an export that fails is tried again without it."""
+    direct: bool = field(default=False, kw_only=True)
+    """Whether a patch around an export is also around the joint trace of a model that is not exported."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,10 @@ PATCHES = (
           "of their forward, and takes these hooks away in the backward. A plan replaces checkpointing, and "
           "has no such run.",
           adapters_hooked_once, ()),
+    Patch("quantised weights",
+          "A weight of bitsandbytes is a parameter of its own class, with its scales as attributes. Neither "
+          "survives in a trace, which gets plain parameters on the same memory.",
+          frozen_parameters_plain, ()),
     Patch("hooks around every module",
           "Such hooks also run around the modules that a trace adds around the model: the plan would "
           "contain their computations more than once.",
@@ -193,6 +201,10 @@ PATCHES = (
           "it: a trace runs functional collectives instead, which are operations of the plan. Other ways to "
           "communicate with several ranks are refused when the trace reaches the call.",
           collectives_refused, ()),
+    Patch("scales of quantised weights",
+          "The tensors that replace such parameters in the trace get their attributes, as the layers read "
+          "them there.",
+          _of_any_model(attributes_carried), (), around="forward"),
     Patch("new buffers",
           "A trace sees writes to a tensor, but not that a buffer is another tensor afterwards. A buffer "
           "that the forward makes anew becomes a write.",
@@ -210,11 +222,12 @@ PATCHES = (
     Patch("library paths",
           "Libraries take another path when they notice that they are traced (for example, explicit "
           "attention masks): other arithmetic, and memory for the masks. Eager's path is tried first.",
-          masks_as_in_eager_mode, feature=features.PATHS, around="export", may_fail=True),
+          masks_as_in_eager_mode, feature=features.PATHS, around="export", may_fail=True, direct=True),
     Patch("library sources",
-          "Some models of transformers ask in their own source whether they are compiled, and take another "
-          "path. They get the answer no. If the export fails with it, it is tried again without this patch.",
-          sources_as_in_eager_mode, feature=features.PATHS, around="export", may_fail=True),
+          "Some models of transformers ask in their own source whether they are compiled or exported, and "
+          "take another path (Qwen3-Next a loop that copies, in place of a solver). They get the answer no. "
+          "If the export fails with it, it is tried again without this patch.",
+          sources_as_in_eager_mode, feature=features.PATHS, around="export", may_fail=True, direct=True),
     Patch("custom functions",
           "An export records the operations of a custom function's forward, and their derivative would "
           "replace the function's own backward. Therefore each call is recorded as one operation.",
@@ -223,7 +236,7 @@ PATCHES = (
           "The plan decides what is recomputed, and a trace runs through `torch.utils.checkpoint`. "
           "Operations carry the number of their region, so that a plan can say what checkpointing would "
           "take.",
-          _of_any_model(regions_marked), (), features.REGIONS, around="export"),
+          _of_any_model(regions_marked), (), features.REGIONS, around="export", direct=True),
     Patch("autocast and no-grad regions",
           "An export makes a graph of its own of such a region, loses a no-grad region inside of an autocast "
           "region, and takes the latter apart into several: they are entered and left in the graph itself.",
@@ -290,11 +303,13 @@ def repaired(around: Literal["trace", "forward"], model: nn.Module) -> Iterator[
         yield
 
 
-def ways_to_export(model: nn.Module) -> list[Callable[[], AbstractContextManager[None]]]:
+def ways_to_export(model: nn.Module, *,
+                   direct: bool = False) -> list[Callable[[], AbstractContextManager[None]]]:
     """Return the contexts in which to try to export a model, in order: with all patches, without the last of
-    the patches that may fail, without the last two, and so on."""
-    patches = [p for p in PATCHES
-               if p.around == "export" and not is_off(p.feature) and p.run(model) is not None]
+    the patches that may fail, without the last two, and so on. `direct`: to trace its gradients without an
+    export."""
+    patches = [p for p in PATCHES if p.around == "export" and (p.direct or not direct)
+               and not is_off(p.feature) and p.run(model) is not None]
     optional = [p for p in patches if p.may_fail]
     return [functools.partial(_within, [p for p in patches if p not in optional[n:]], model)
             for n in range(len(optional), -1, -1)]

@@ -108,16 +108,23 @@ def is_collective(operation: Any) -> bool:
     return record is not None and record.communicates
 
 
-def ranks_of(group: str) -> int:
-    """Return the number of ranks of a process group."""
+def numbers_in(group: str) -> list[int]:
+    """Return the numbers of the ranks of a process group."""
     found = process_group(group)
-    return found.size() if isinstance(found, dist.ProcessGroup) else 1
+    return dist.get_process_group_ranks(found) if isinstance(found, dist.ProcessGroup) else [0]
+
+
+def spread_of(group: str) -> str:
+    """Describe a process group by all that the time of a collective depends on, equal on all of its ranks."""
+    ranks = numbers_in(group)
+    return f"{len(ranks)} ranks among {ranks[-1] - ranks[0] + 1}"
 
 
 def seconds_of_collective(operation: OpOverload, args: Sequence[Any], result: torch.Tensor) -> float:
     """Return the estimated seconds of a collective: its bytes against the published rate of the links between
-    devices, and a start. `args`: tensors of the graph, and other arguments."""
+    its ranks, and a start. `args`: tensors of the graph, and other arguments."""
     given, kind = args[0], _KINDS[operation]
     rates = devices.of(result).rates
+    ranks = numbers_in(args[-1])
     return rates.seconds_per_exchange + kind.sent(
-        given.nbytes, result.nbytes, ranks_of(args[-1])) / rates.peer_bytes_per_second
+        given.nbytes, result.nbytes, len(ranks)) / rates.between(ranks)

@@ -60,6 +60,14 @@ def wait_at_once(joint: Joint) -> None:
             joint.graph.erase_node(old)
 
 
+def gathers_parameters(joint: Joint, node: fx.Node) -> bool:
+    """Return whether an operation gathers what the ranks hold of a parameter. All ranks follow one schedule,
+    so it may run again, at one place on all of them."""
+    return node.target is with_wait("all_gather_into_tensor") and all(
+        joint.sources[n].kind == "param" if n in joint.sources else not is_random(n)
+        for n in makers_of([node]))
+
+
 # -- Constants -------------------------------------------------------------------------------------
 #
 # Values that depend on no trained value (masks, position ids).

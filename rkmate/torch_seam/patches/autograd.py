@@ -304,6 +304,8 @@ _REGIONS = {torch.amp.autocast_mode._enter_autocast: _enter, torch.amp.autocast_
 
 
 _NORMS = (F.batch_norm, F.instance_norm)
+_READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_WRITE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SINGLE = (torch.Tensor, int, float, str, torch.dtype, type(None))
 _FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
@@ -327,6 +329,11 @@ class _Guard(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Iterable[type],
                            args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func == _READ_DATA:          # which a trace does not see
+            return args[0].detach()
+        if func == _WRITE_DATA:
+            raise ClosedOverError("the forward assigns to the .data of a tensor, which a plan cannot repeat: "
+                                  "keep what changes in a buffer, and write to it (copy_)")
         given = [t for t in _leaves((*args, *kwargs.values())) if is_unwrapped(t)]
         if not given or func.__name__ == "__get__":
             return func(*args, **kwargs)

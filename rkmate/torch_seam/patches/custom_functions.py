@@ -11,13 +11,15 @@ called, with gradients switched off. So an export replaces that attribute, in th
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from operator import is_
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -28,11 +30,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from rkmate.errors import CaptureError
 from rkmate.torch_seam.collectives import is_of_collectives
-from rkmate.torch_seam.containers import objects_in, pytree
+from rkmate.torch_seam.containers import attributes_in, objects_in, pytree
 from rkmate.torch_seam.patches.autograd import region
 from rkmate.torch_seam.schema import HigherOrderOperator
 from rkmate.torch_seam.tensors import version_of
 from rkmate.torch_seam.trace import several_ranks
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,17 @@ class _Call:
     places: tuple[int, ...]
     """Positions of the tensors."""
     kwargs: dict[str, Any]
+    held: tuple[torch.Tensor, ...] = ()
+    """Frozen tensors inside of other arguments, in the order in which they follow the others as inputs."""
 
     def again(self, *tensors: torch.Tensor) -> Any:
         """Make the call again with these tensors."""
-        args = list(self.args)
-        for place, tensor in zip(self.places, tensors, strict=True):
+        count = len(self.places)
+        others, kwargs = _with_tensors((self.args, self.kwargs), self.held, tensors[count:])
+        args = list(others)
+        for place, tensor in zip(self.places, tensors[:count], strict=True):
             args[place] = tensor
-        result = self.function.apply(*args, **self.kwargs)
+        result = self.function.apply(*args, **kwargs)
         return tuple(result) if isinstance(result, list) else result
 
 
@@ -169,26 +177,59 @@ def _recorded(cls: type[torch.autograd.Function], forward: Callable[..., Any], c
     mode: Any = proxy_tensor.get_proxy_mode()
     places = tuple(i for i, a in enumerate(args) if isinstance(a, torch.Tensor))
     others = tuple(None if i in places else a for i, a in enumerate(args))
-    for value in (*objects_in((others, kwargs)), *others):
+    held = _held(cls, (others, kwargs))
+    _note_caller(cls)
+    # An operation on a tensor from outside makes it a constant of the trace.
+    inside = [t.view_as(t) for t in held]
+    proxies = [mode.tracer.unwrap_proxy(t) for t in (*(args[i] for i in places), *inside)]
+    versions = {id(args[i]): version_of(args[i]) for i in places}
+    given = filled, named = _with_tensors((others, kwargs), held, inside)
+    before = _contents(given) if held else []
+    with proxy_tensor.disable_proxy_modes_tracing():
+        result = forward(*context, *(args[i] if i in places else a for i, a in enumerate(filled)), **named)
+        # Torch makes a view of an input that is returned unchanged, too late for this trace.
+        result = pytree.tree_map_only(
+            torch.Tensor, lambda t: t.view_as(t) if versions.get(id(t)) == version_of(t) else t, result)
+    after = _contents(given) if held else []
+    if len(before) != len(after) or not all(map(is_, before, after)):
+        raise CaptureError(f"the custom autograd function {cls.__name__} changes an object that it takes, "
+                           "which a captured step would not repeat: return the values that it keeps there")
+    call = _Call(cls, others, places, kwargs, held)
+    proxy = mode.tracer.create_proxy("call_function", _Recorded(call), tuple(proxies), {},
+                                     name=cls.__name__)
+    return proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
+
+
+def _held(cls: type[torch.autograd.Function], others: tuple[tuple[Any, ...], dict[str, Any]]) -> \
+        tuple[torch.Tensor, ...]:
+    """Return the tensors inside of arguments that are no tensors, such as the scales of a quantised weight.
+    Raises `CaptureError` for an argument that may lead to a tensor with a gradient."""
+    held = {}
+    for value in (*objects_in(others), *others[0]):
         if is_of_collectives(value):
             continue
-        if isinstance(value, (torch.Tensor, nn.Module)) or callable(value):
+        if isinstance(value, nn.Module) or callable(value) or _learns(value):
             raise CaptureError(
                 f"the custom autograd function {cls.__name__} takes a {type(value).__name__} that may "
                 "hold tensors besides its arguments, and a captured step would not see "
                 "their gradients: pass the tensors themselves, or use rkmate.dtr")
-    _note_caller(cls)
-    proxies = [mode.tracer.unwrap_proxy(args[i]) for i in places]
-    versions = {id(args[i]): version_of(args[i]) for i in places}
-    with proxy_tensor.disable_proxy_modes_tracing():
-        result = forward(*context, *args, **kwargs)
-        # Torch makes a view of an input that is returned unchanged, too late for this trace.
-        result = pytree.tree_map_only(
-            torch.Tensor, lambda t: t.view_as(t) if versions.get(id(t)) == version_of(t) else t, result)
-    call = _Call(cls, others, places, kwargs)
-    proxy = mode.tracer.create_proxy("call_function", _Recorded(call), tuple(proxies), {},
-                                     name=cls.__name__)
-    return proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
+        if isinstance(value, torch.Tensor):
+            held[id(value)] = value
+    return tuple(held.values())
+
+
+def _with_tensors(value: T, tensors: Sequence[torch.Tensor], instead: Sequence[torch.Tensor]) -> T:
+    """Return a copy of a value with other tensors inside; the value itself where there are none."""
+    if not tensors:
+        return value
+    memo: dict[int, Any] = {id(v): v for v in objects_in(value) if is_of_collectives(v)}
+    return copy.deepcopy(value, memo | {id(t): new for t, new in zip(tensors, instead, strict=True)})
+
+
+def _contents(value: Any) -> list[Any]:
+    """Return the objects that a value consists of, and what they hold."""
+    return [v for found in objects_in(value)
+            for v in (found, *({} if isinstance(found, torch.Tensor) else attributes_in(found)).values())]
 
 
 def run_as_they_are(program: fx.GraphModule) -> None:

@@ -98,6 +98,65 @@ def _as_the_kernel(trace: Callable[..., Any], on_cpu: Layout | None, on_gpus: La
     return run
 
 
+# -- Results without arithmetic --------------------------------------------------------------------
+#
+# Torch finds the form of a batch norm's results by tracing two dozen operations, each time anew: a third of
+# the capture of a network of convolutions.
+
+Form = Callable[..., Any]
+"""An operation's results, of the right shapes and types, or NotImplemented."""
+
+
+def _alike(x: Any, *others: Any) -> bool:
+    """Return whether tensors have the type of the first one, which no kernel changes to add up."""
+    return x.dtype in (torch.float32, torch.float64) and all(o is None or o.dtype is x.dtype for o in others)
+
+
+def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any) -> Any:
+    if not training or not _alike(x, weight, bias, mean, var):
+        return NotImplemented
+    return torch.empty_like(x), x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
+
+
+def _batch_norm_without_statistics(x: Any, weight: Any, bias: Any, training: bool, *rest: Any) -> Any:
+    return _batch_norm(x, weight, bias, None, None, training)
+
+
+def _functional_batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
+    made = _batch_norm(x, weight, bias, mean, var, *rest)
+    return made if made is NotImplemented else (*made, torch.empty_like(mean), torch.empty_like(var))
+
+
+def _batch_norm_gradient(gradient: Any, x: Any, weight: Any, mean: Any, var: Any, save_mean: Any,
+                         save_invstd: Any, training: bool, eps: float, wanted: Sequence[bool]) -> Any:
+    if not training or not _alike(gradient, x, weight, save_mean, save_invstd):
+        return NotImplemented
+    return torch.empty_like(x), *(x.new_empty(x.shape[1]) if asked else None for asked in wanted[1:])
+
+
+_FORMS: dict[Any, Form] = {
+    aten.native_batch_norm.default: _batch_norm,
+    aten._native_batch_norm_legit.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm_without_statistics,
+    aten._native_batch_norm_legit_functional.default: _functional_batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_gradient}
+
+
+def _in_short(operation: Any, trace: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that traces an operation's results, or the one that knows their form without."""
+    form = _FORMS.get(operation)
+    if form is None:
+        return trace
+
+    @functools.wraps(trace)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = NotImplemented if kwargs else form(*args)
+        return trace(*args, **kwargs) if found is NotImplemented else found
+    return run
+
+
+# -- Views and images ------------------------------------------------------------------------------
+
 def strides_of_view(shape: Sequence[int], stride: Sequence[int],
                     new: Sequence[int]) -> tuple[int, ...] | None:
     """Return the strides that ``view`` gives a tensor in a new shape, as torch's `computeStride` does; None
@@ -182,7 +241,7 @@ def as_kernels_return_them() -> Iterator[None]:
     from torch._subclasses.fake_impls import op_implementations_dict
 
     on_cpu, on_gpus = {**_EVERYWHERE, **_ON_CPU}, {**_EVERYWHERE, **_ON_GPUS}
-    changed = {op: _as_the_kernel(decomposition_table[op], on_cpu.get(op), on_gpus.get(op))
+    changed = {op: _as_the_kernel(_in_short(op, decomposition_table[op]), on_cpu.get(op), on_gpus.get(op))
                for op in {**on_cpu, **on_gpus} if op in decomposition_table}
     FakeTensorMode.cache_clear()
     try:

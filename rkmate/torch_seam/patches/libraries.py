@@ -27,7 +27,9 @@ from rkmate.torch_seam.schema import OpOverload
 from rkmate.torch_seam.tensors import unset_fake_temporarily
 
 _MASKS = "transformers.masking_utils"
-_COMPILING = "is_torchdynamo_compiling"
+_EXPORTING = "is_torchdynamo_exporting"
+_TRACED = ("is_torchdynamo_compiling", _EXPORTING)
+"""Functions by which transformers' source asks whether it is traced."""
 _OBSERVERS = "transformers.utils.output_capturing"
 _ASKING_FOR_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
 """Hooks of transformers, peft and trl on an embedding, for checkpointing above frozen weights."""
@@ -81,18 +83,18 @@ def masks_as_in_eager_mode(model: nn.Module) -> AbstractContextManager[None] | N
 
 def sources_as_in_eager_mode(model: nn.Module) -> AbstractContextManager[None] | None:
     """Return a context for an export, in which the modules of transformers' source that ask whether they are
-    compiled get the answer no. Return None if no part of the model asks."""
+    compiled or exported get the answer no. Return None if no part of the model asks."""
     named = {type(m).__module__: sys.modules.get(type(m).__module__) for m in model.modules()}
-    asking = [m for m in named.values() if m is not None and hasattr(m, _COMPILING)
-              and m.__name__.startswith("transformers.")] if _MASKS in sys.modules else []
-    return _as_not_compiled(asking) if asking else None
+    asking = [(m, name) for m in named.values() if m is not None and m.__name__.startswith("transformers.")
+              for name in _TRACED if hasattr(m, name)] if _MASKS in sys.modules else []
+    return _as_not_traced(asking) if asking else None
 
 
 @contextmanager
-def _as_not_compiled(asking: Sequence[ModuleType]) -> Iterator[None]:
+def _as_not_traced(asking: Sequence[tuple[ModuleType, str]]) -> Iterator[None]:
     with ExitStack() as stack:
-        for module in asking:
-            stack.enter_context(mock.patch.object(module, _COMPILING, _no))
+        for module, name in asking:
+            stack.enter_context(mock.patch.object(module, name, _no))
         yield
 
 
@@ -117,8 +119,8 @@ def as_in_eager_mode() -> Iterator[None]:
     """Let loaded libraries decide as in eager mode, while a module is exported."""
     masks = sys.modules.get(_MASKS)
     with ExitStack() as stack:
-        if masks is not None and hasattr(masks, "is_torchdynamo_exporting"):
-            stack.enter_context(mock.patch.object(masks, "is_torchdynamo_exporting", _no))
+        if masks is not None and hasattr(masks, _EXPORTING):
+            stack.enter_context(mock.patch.object(masks, _EXPORTING, _no))
         if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
             find = masks.find_packed_sequence_indices
 

@@ -1,12 +1,13 @@
 """Patches on `nn.Module` while a model is captured: batch norms with cumulative averages, buffers that a
-forward makes anew, modules that are moved to where they are, and hooks around every module.
+forward makes anew, frozen parameters with attributes, modules that are moved to where they are, and hooks
+around every module.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,10 +16,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rkmate.errors import CaptureError
 from rkmate.torch_seam.modules import buffers_of, parameters_of
 from rkmate.torch_seam.patches.libraries import is_observer
+from rkmate.torch_seam.tensors import without_torch_function
 
 # -- Batch norms with a cumulative average ---------------------------------------------------------
 #
@@ -113,6 +116,48 @@ class _Registered:
 
 def _full(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+# -- Frozen parameters with attributes -------------------------------------------------------------
+#
+# A quantised weight of bitsandbytes is a parameter of a class of its own, and has its scales as attributes. A
+# trace replaces parameters by tensors that have neither. So a traced model holds plain parameters on the same
+# memory, and the tensors that replace them get the attributes. The scales become constants of the plan.
+
+_here = threading.local()
+
+
+@contextmanager
+def frozen_parameters_plain(model: nn.Module) -> Iterator[None]:
+    """Let a model hold plain parameters in place of frozen ones of other classes, inside the context.
+    Parameters that dispatch their own operations stay as they are."""
+    found = [(m, name, p) for m in model.modules()
+             for name, p in parameters_of(m).items() if _has_attributes(p)]
+    plain: dict[int, nn.Parameter] = {}
+    with ExitStack() as stack:
+        for module, name, p in found:
+            if id(p) not in plain:
+                with without_torch_function():
+                    plain[id(p)] = nn.Parameter(p.detach().as_subclass(torch.Tensor), requires_grad=False)
+            stack.callback(parameters_of(module).__setitem__, name, p)
+            parameters_of(module)[name] = plain[id(p)]
+        _here.carried = [(m, name, p.__dict__) for m, name, p in found]
+        stack.callback(setattr, _here, "carried", [])
+        yield
+
+
+def _has_attributes(parameter: Any) -> bool:
+    return type(parameter) not in (nn.Parameter, nn.UninitializedParameter) \
+        and isinstance(parameter, nn.Parameter) and not parameter.requires_grad \
+        and bool(parameter.__dict__) and not is_traceable_wrapper_subclass(parameter)
+
+
+@contextmanager
+def attributes_carried() -> Iterator[None]:
+    """Give the tensors that replace frozen parameters in a trace the attributes of those parameters."""
+    for module, name, attributes in getattr(_here, "carried", []):
+        parameters_of(module)[name].__dict__.update(attributes)
+    yield
 
 
 # -- Modules that a forward moves to where they are ------------------------------------------------

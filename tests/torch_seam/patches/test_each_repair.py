@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rkmate.errors import CaptureError
-from rkmate.torch_seam.patches.libraries import without_value_checks
+from rkmate.torch_seam.patches.libraries import sources_as_in_eager_mode, without_value_checks
 from rkmate.torch_seam.patches.modules import cumulative_averages_as_tensors
 from rkmate.torch_seam.patches.numerics import as_eager_computes
 from rkmate.torch_seam.patches.recurrent import as_eager_runs_them, make_recurrent_layers_whole
@@ -112,3 +113,14 @@ def test_a_fused_layer_knows_its_workspace() -> None:
     assert layer.target is torch.ops.rkmate.recurrent_layer.default
     assert workspace.meta["val"].numel() > 0
     assert layer.meta["val"][3] is workspace.meta["val"]
+
+
+def test_sources_that_ask_whether_they_are_exported_take_eager_modes_path() -> None:
+    """The gated delta rule of Qwen3-Next solves a triangular system in eager mode, and copies in exports."""
+    source = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    part = source.Qwen3NextRMSNorm(4)
+    with mock.patch.object(source, "is_torchdynamo_exporting", return_value=True):
+        context = sources_as_in_eager_mode(part)
+        assert context is not None
+        with context:
+            assert not source.is_torchdynamo_exporting()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import rkmate
-from rkmate.torch_seam.patches.layouts import as_kernels_return_them, strides_of_view
+from rkmate.torch_seam.patches.layouts import _FORMS, as_kernels_return_them, strides_of_view
 from tests.equality import assert_same_step
 from tests.models.sample import Sample, weighted_mean
 
@@ -144,3 +144,36 @@ def test_views_have_the_strides_that_torch_gives_them(order: tuple[int, ...]) ->
             assert strides_of_view(real.shape, real.stride(), expected.shape) == expected.stride()
             with as_kernels_return_them(), FakeTensorMode() as mode:
                 assert mode.from_tensor(real).view(new).stride() == expected.stride()
+
+
+def _norm_arguments(operation: Any, x: torch.Tensor, own: torch.dtype, affine: bool, training: bool) -> Any:
+    """Return the arguments of a batch norm, or of its gradient, for an image."""
+    def of_channels() -> torch.Tensor:
+        return torch.empty(6, dtype=own)
+
+    weight, bias = (of_channels(), of_channels()) if affine else (None, None)
+    running = of_channels(), of_channels()
+    if operation is torch.ops.aten.native_batch_norm_backward.default:
+        return torch.empty_like(x), x, weight, *running, *running, training, 1e-5, [True, affine, affine]
+    if operation is torch.ops.aten._native_batch_norm_legit.no_stats:
+        return x, weight, bias, True, 0.1, 1e-5
+    return x, weight, bias, *running, training, 0.1, 1e-5
+
+
+@pytest.mark.parametrize("operation", _FORMS, ids=str)
+def test_a_batch_norm_has_the_form_that_its_trace_has(operation: Any) -> None:
+    decomposition = torch._decomp.decomposition_table[operation]
+    known = 0
+    floats = (torch.float32, torch.float64)
+    for dtype, own, last, affine, training in itertools.product(
+            (*floats, torch.bfloat16), floats, *[(True, False)] * 3):
+        with FakeTensorMode():
+            x = torch.empty(4, 6, 5, 5, dtype=dtype).to(
+                memory_format=torch.channels_last if last else torch.contiguous_format)
+            args = _norm_arguments(operation, x, own, affine, training)
+            found = _FORMS[operation](*args)
+            if found is not NotImplemented:
+                known += 1
+                assert [None if t is None else (t.shape, t.dtype, t.device) for t in found] \
+                    == [None if t is None else (t.shape, t.dtype, t.device) for t in decomposition(*args)]
+    assert known >= 8

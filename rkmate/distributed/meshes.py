@@ -1,0 +1,141 @@
+"""Plans for one rank of a mesh that is not here: the memory that the rank needs, and the time of its step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from rkmate.devices import GPU, checked
+from rkmate.distributed.sharding import shard
+from rkmate.errors import ArgumentError
+from rkmate.ir.schedule import Compute
+from rkmate.pipeline.device_budget import ADAM_STATES
+from rkmate.show.amounts import duration, size
+from rkmate.show.plan import Plan
+from rkmate.show.replay import replay
+from rkmate.torch_seam.dtensor import bytes_held, is_dtensor
+from rkmate.torch_seam.trace import fake_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+REPLICAS, SHARDS = "dp", "shard"
+"""Names of the dimensions of a mesh that replicate a model, and over which `shard` shards it."""
+
+
+@contextmanager
+def fake_mesh(**sizes: int) -> Iterator[DeviceMesh]:
+    """Give a mesh of ranks that are not here, to shard a model over and to plan one rank's step.
+
+    Inside of the context, this process is the first rank of a process group whose collectives do nothing. It
+    must not train there. ``with rkmate.distributed.fake_mesh(dp=8, tp=2) as mesh:`` has 16 ranks; the last
+    dimension has neighbours, which are in one machine as far as possible.
+
+    Raises:
+        ArgumentError: a size is no positive number, or this process has a process group already.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    for name, ranks in sizes.items():
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+            raise ArgumentError(f"{name} is {ranks!r}; it should be a positive number of ranks")
+    if not sizes:
+        raise ArgumentError("a mesh has at least one dimension: fake_mesh(shard=8)")
+    if not dist.is_available() or dist.is_initialized():
+        raise ArgumentError("a mesh of ranks that are not here needs torch.distributed, in a process without "
+                            "a process group")
+    with fake_ranks(math.prod(sizes.values())):
+        yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def sharded_over(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard a model over the dimension ``shard`` of a mesh, replicated over ``dp``, unless its parameters are
+    DTensors already. Raises `ArgumentError` for other dimensions that no parameter knows."""
+    names = mesh.mesh_dim_names or ()
+    if any(map(is_dtensor, model.parameters())):
+        return
+    for name in names:
+        if name not in (REPLICAS, SHARDS):
+            raise ArgumentError(f"the dimension {name} of the mesh is not used: let the target be a function "
+                                "of the mesh that makes the model parallel over it")
+    if SHARDS in names:
+        shard(model, mesh[(REPLICAS, SHARDS)] if REPLICAS in names else mesh[SHARDS])
+
+
+@dataclass(frozen=True)
+class RankEstimate:
+    """The memory that one rank of a mesh needs for training, and the time of its step. Bytes and seconds."""
+
+    mesh: Mapping[str, int]
+    device: str
+    memory_bytes: int
+    parameter_bytes: int
+    """Parameters and buffers that the rank holds."""
+    gradient_bytes: int
+    optimizer_bytes: int
+    """States of AdamW, in the types of the parameters."""
+    step_bytes: int
+    """Peak of the planned step."""
+    gathered_bytes: int
+    """Gathered parameters in memory at the peak; they are part of the step's bytes."""
+    step_seconds: float
+    """Predicted time of the step, with the collectives of the plan."""
+    exchange_seconds: float
+    """Time of the plan's collectives, in which nothing else runs."""
+    replicas_seconds: float
+    """Time to average gradients over the replicas of a model that is not sharded, after the plan. Data
+    parallel training hides most of it behind the backward."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that training takes in all."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.step_bytes
+
+    def __str__(self) -> str:
+        ranks = math.prod(self.mesh.values())
+        dims = ", ".join(f"{name}={n}" for name, n in self.mesh.items())
+        after = f"; {duration(self.replicas_seconds)} more to average gradients over replicas, mostly " \
+            "hidden behind the backward" if self.replicas_seconds else ""
+        return "\n".join((
+            f"one of {ranks} ranks ({dims}) on {self.device}",
+            f"  parameters  {size(self.parameter_bytes)}",
+            f"  gradients   {size(self.gradient_bytes)}",
+            f"  optimizer   {size(self.optimizer_bytes)} (AdamW)",
+            f"  step        {size(self.step_bytes)}, of which {size(self.gathered_bytes)} are gathered "
+            "parameters",
+            f"  in all      {size(self.total_bytes)} of {size(self.memory_bytes)}",
+            f"  time        {duration(self.step_seconds)} a step, of which {duration(self.exchange_seconds)} "
+            f"are collectives{after}"))
+
+
+def estimate(plan: Plan, model: nn.Module, mesh: DeviceMesh, device: GPU | str) -> RankEstimate:
+    """Return the memory and time of one rank that trains with a plan.
+
+    Args:
+        plan: of `rkmate.plan`, with the same model and device.
+        model: the model that was planned.
+        mesh: of `fake_mesh`.
+        device: the GPU of each rank.
+    """
+    gpu, names = checked(device), mesh.mesh_dim_names or ()
+    trained = sum(bytes_held(p) for p in model.parameters() if p.requires_grad)
+    exchanges = {i for i, c in enumerate(plan.graph.computations) if c.operation.endswith("_and_wait")}
+    seconds = sum(plan.graph.computations[step.c].seconds for step in plan.schedule.steps
+                  if isinstance(step, Compute) and step.c in exchanges)
+    replicas = 0.0
+    if REPLICAS in names and SHARDS not in names:
+        group: Any = mesh.get_group(REPLICAS)
+        ranks = dist.get_process_group_ranks(group)
+        replicas = 2 * trained * (len(ranks) - 1) / len(ranks) / gpu.expected.between(ranks)
+    gathered = sum(t.bytes for t in replay(plan).peak_tensors
+                   if "all_gather" in t.operation and t.kind != "temporaries")
+    return RankEstimate(
+        dict(zip(names, mesh.shape, strict=True)), gpu.name, gpu.memory_bytes,
+        sum(map(bytes_held, (*model.parameters(), *model.buffers()))), trained, ADAM_STATES * trained,
+        plan.peak_bytes, gathered, plan.step_seconds, seconds, replicas)
