@@ -75,6 +75,46 @@ class Residual(nn.Module):
         return found
 
 
+class Bottle(nn.Module):
+    """A block of a residual network: convolutions of given kernels with batch norms, and what goes around
+    them."""
+
+    def __init__(self, widths: Sequence[int], kernels: Sequence[int], stride: int) -> None:
+        super().__init__()
+        inner: list[nn.Module] = []
+        for k, (a, b, size) in enumerate(zip(widths[:-1], widths[1:], kernels, strict=True)):
+            step = stride if k == kernels.index(3) else 1
+            inner += [nn.Conv2d(a, b, size, step, size // 2, bias=False), nn.BatchNorm2d(b)]
+            inner += [nn.ReLU()] if k < len(kernels) - 1 else []
+        self.inner, self.around = nn.Sequential(*inner), nn.Identity()
+        if stride > 1 or widths[0] != widths[-1]:
+            self.around = nn.Sequential(nn.Conv2d(widths[0], widths[-1], 1, stride, bias=False),
+                                        nn.BatchNorm2d(widths[-1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.inner(x) + self.around(x))
+
+
+class Llama(nn.Module):
+    """A block of a language model: causal attention and an MLP with gates."""
+
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norms[0](x)
+        q, k, v = (p(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        y = self.norms[1](x)
+        found: torch.Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return found
+
+
 class UNet(Blocks):
     """Convolutions on smaller and smaller images, and back, in two or three dimensions."""
 
@@ -123,6 +163,19 @@ def _larger(width: int = 64) -> Blocks:
     return Blocks([nn.Conv2d(3, width, 3, padding=1), *(Residual(width) for _ in range(8)), up], F.l1_loss)
 
 
+def _resnet(depths: Sequence[int], *, wide: int = 1) -> Blocks:
+    blocks: list[nn.Module] = [nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64),
+                                             nn.ReLU(), nn.MaxPool2d(3, 2, 1))]
+    before = 64
+    for stage, depth in enumerate(depths):
+        width = 64 * 2**stage
+        for k in range(depth):
+            widths = [before, width, width] if wide == 1 else [before, width, width, wide * width]
+            blocks.append(Bottle(widths, (3, 3) if wide == 1 else (1, 3, 1), 2 if stage and not k else 1))
+            before = widths[-1]
+    return Blocks([*blocks, Classifier(before)], F.cross_entropy)
+
+
 Made = tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]
 MODELS: dict[str, tuple[str, Callable[[], Made]]] = {
     "convolutions": ("three convolutions, 16 x 3 x 32 x 32", lambda: (
@@ -137,9 +190,20 @@ MODELS: dict[str, tuple[str, Callable[[], Made]]] = {
         UNet(2, 32, lambda c: nn.Identity()), _labelled(1, 3, 256, 256, classes=4, dense=True))),
     "unet-batch-norm": ("U-Net with batch norms, 1 x 3 x 256 x 256", lambda: (
         UNet(2, 32, nn.BatchNorm2d), _labelled(1, 3, 256, 256, classes=4, dense=True))),
+    "unet-batch-norm-8": ("U-Net with batch norms, 8 x 3 x 256 x 256", lambda: (
+        UNet(2, 32, nn.BatchNorm2d), _labelled(8, 3, 256, 256, classes=4, dense=True))),
+    "resnet18": ("ResNet-18, 8 x 3 x 224 x 224", lambda: (
+        _resnet([2, 2, 2, 2]), _labelled(8, 3, 224, 224))),
+    "resnet50": ("ResNet-50, 8 x 3 x 224 x 224", lambda: (
+        _resnet([3, 4, 6, 3], wide=4), _labelled(8, 3, 224, 224))),
     "unet-3d": ("3D U-Net with instance norms, 1 x 1 x 48^3", lambda: (
         UNet(3, 16, lambda c: nn.InstanceNorm3d(c, affine=True)),
         _labelled(1, 1, 48, 48, 48, classes=4, dense=True))),
+    "llama": ("two Llama blocks, 1 x 8192 x 256", lambda: (
+        Blocks([Llama(256, 8, 1024) for _ in range(2)], F.mse_loss),
+        (torch.randn(1, 8192, 256), torch.randn(1, 8192, 256)))),
+    "unet-3d-64": ("3D U-Net with group norms, 1 x 1 x 64^3", lambda: (
+        UNet(3, 16, lambda c: nn.GroupNorm(4, c)), _labelled(1, 1, 64, 64, 64, classes=4, dense=True))),
 }
 
 

@@ -439,3 +439,25 @@ def test_a_mesh_that_is_not_here(on_the_path: None) -> None:
     assert "on 8 H100s" in about and len(table) == 7 and all(line.count("|") == 6 for line in table)
     gathers = [int(line.split("|")[5]) for line in table[2:4]]
     assert gathers == [7 * 2 * 2 + 2, 7 * 2 + 2]
+
+
+def test_smallest_budgets_in_tiles(on_the_path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                   capsys: pytest.CaptureFixture[str]) -> None:
+    import tiles
+    import torch
+
+    small = ("convolutions, 4 x 3 x 16 x 16", lambda: (
+        tiles._chain([3, 8, 32]), (torch.randn(4, 3, 16, 16), torch.randint(0, 10, (4,)))))
+    page, rows = tmp_path / "tiles.md", tmp_path / "rows.jsonl"
+    page.write_text(f"before\n{tiles._BEGIN}{tiles._END}after\n", encoding="utf-8")
+    monkeypatch.setattr(tiles, "MODELS", {"small": small})
+    monkeypatch.setattr(tiles, "PAGE", page)
+    monkeypatch.setattr(sys, "argv", ["tiles.py", "--models", "all", "--rows", str(rows), "--write"])
+    tiles.main()
+    (row,) = tiles.read_rows(tiles.Row, rows)
+    assert row.budget < 0.8 * row.without and row.peak <= row.budget and row.by_images < 1
+    assert row.error < 1e-3 and row.time is row.by_images_time is None
+    head, *lines, last = page.read_text(encoding="utf-8").splitlines()
+    assert (head, last) == ("before", "after")
+    assert len(lines) == 5 and lines[3].startswith("| convolutions, 4 x 3 x 16 x 16 |")
+    assert lines[3] in capsys.readouterr().out

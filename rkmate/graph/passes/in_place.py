@@ -24,7 +24,7 @@ aten = torch.ops.aten
 _UNARY = ("relu", "tanh", "sigmoid", "exp", "neg", "sqrt", "rsqrt", "abs", "silu", "gelu", "erf",
           "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "mish", "log", "log1p", "sin",
           "cos", "reciprocal", "square", "clamp", "clamp_min", "clamp_max", "bitwise_not",
-          "logical_not")
+          "logical_not", "triu", "tril")
 _FIRST: dict[Any, Any] = {getattr(aten, n).default: getattr(aten, f"{n}_").default for n in _UNARY}
 _FIRST |= {
     aten.add.Tensor: aten.add_.Tensor, aten.sub.Tensor: aten.sub_.Tensor,

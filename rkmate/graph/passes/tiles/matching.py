@@ -16,7 +16,6 @@ from torch import fx
 
 from rkmate.graph.capture.operations import is_random
 from rkmate.graph.passes.joint import makers_of
-from rkmate.graph.passes.tiles.norms import canonical
 from rkmate.torch_seam.nodes import VALUE, is_backward
 
 aten = torch.ops.aten
@@ -25,6 +24,19 @@ Found = dict[fx.Node, fx.Node]
 """Nodes of a derived graph -> equal nodes of the joint graph."""
 _COMMUTES = (aten.add.Tensor, aten.mul.Tensor)
 _COPIES = (aten.clone.default, aten.lift_fresh_copy.default)
+
+
+def canonical(target: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Return an operation without what its result does not depend on: the running statistics of a batch norm
+    in training mode and of its backward, the sizes of a bias whose gradient is not computed."""
+    args = tuple(args)
+    if target is aten._native_batch_norm_legit_functional.default and args[5] is True:
+        return aten._native_batch_norm_legit.no_stats, (*args[:3], *args[5:])
+    if target is aten.native_batch_norm_backward.default and args[7] is True:
+        return target, (*args[:3], None, None, *args[5:])
+    if target is aten.convolution_backward.default and not args[10][2]:
+        return target, (*args[:3], None, *args[4:])
+    return target, args
 
 
 class Matcher:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,17 +77,6 @@ def norm_of(node: fx.Node) -> Norm | None:
         return None
     return Norm(node, given["x"], given["weight"], given["bias"], given["eps"], given.get("groups"),
                 given.get("momentum", 0.0), running)
-
-
-def canonical(target: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return an operation without what its result does not depend on: the running statistics of a batch norm
-    in training mode, and of its backward."""
-    args = tuple(args)
-    if target is aten._native_batch_norm_legit_functional.default and args[5] is True:
-        return aten._native_batch_norm_legit.no_stats, (*args[:3], *args[5:])
-    if target is aten.native_batch_norm_backward.default and args[7] is True:
-        return target, (*args[:3], None, None, *args[5:])
-    return target, args
 
 
 # -- Passes ----------------------------------------------------------------------------------------
