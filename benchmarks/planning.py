@@ -5,7 +5,8 @@ allocates in addition to the model. Prints a Markdown table.
 
 ``--profile`` prints another one: processor and wall seconds of each stage, from the model to the end of its
 first planned step, for these depths and for models without equal blocks, costs measured and estimated; and
-what a second process takes, which finds on disk what the first one has left.
+what a second process takes, which finds on disk what the first one has left. ``--gaps`` prints by how much
+plans of the other benchmarks' models may be slower than the best.
 """
 
 from __future__ import annotations
@@ -127,6 +128,9 @@ OTHERS = ("efficientnet", "densenet-24", "swin", "hrnet", "unet", "diffusers", "
           "ode-200")
 """Models without equal blocks, or with few. A number after the name: of layers, or of steps."""
 
+BENCHMARKED = ("gpt", "gpt12", "resnet18", "resnet50", "regnet", "unet", "t5", "vit")
+"""Models of the other benchmarks."""
+
 
 class Clock:
     """Processor and wall seconds of each stage, without those of the stages that it calls; and its calls."""
@@ -218,6 +222,39 @@ def _cell(spent: Any) -> str:
     return f"{processor:.2f} ({wall:.2f})" + (f" in {calls}" if calls > 1 else "")
 
 
+# -- Gaps to the bound -----------------------------------------------------------------------------
+
+def gaps(name: str) -> None:
+    """Plan a model of the benchmarks, costs estimated, at 0.5, 0.35 and the smallest budget; prints one line
+    of JSON."""
+    import fused
+
+    import rkmate
+    case = fused.made(name, small=False)
+    settings = rkmate.Settings(costs="analytic")
+    start, found = time.process_time(), {}
+    budgets: list[float | int] = [0.5, 0.35, 1]
+    for budget in budgets:
+        try:
+            plan = rkmate.plan(case.model, (), case.kwargs, budget=budget, progress=False, settings=settings)
+        except rkmate.InfeasibleBudget as error:
+            budget = error.minimum_bytes
+            plan = rkmate.plan(case.model, (), case.kwargs, budget=budget, progress=False, settings=settings)
+        found[f"{plan.budget_bytes / plan.baseline_peak_bytes:.3f}"] = (plan.overhead, plan.gap)
+    print(json.dumps({"plans": found, "seconds": time.process_time() - start}))
+
+
+def print_gaps(names: list[str]) -> None:
+    """Print a table of the gaps of the benchmarks' models, each in a process of its own."""
+    print("| model | budget: overhead, gap to the bound | processor seconds |\n|---|---|--:|")
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            found = in_process(folder, "--one", name, "--gaps")
+        cells = [f"{budget}: {overhead:+.1%}, " + ("none known" if gap is None else f"{gap:.1%}")
+                 for budget, (overhead, gap) in found["plans"].items()]
+        print(f"| {name} | {'; '.join(cells)} | {found['seconds']:.1f} |", flush=True)
+
+
 # -- Processes -------------------------------------------------------------------------------------
 
 def in_process(folder: str, *arguments: str) -> dict[str, Any]:
@@ -243,19 +280,28 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--profile", action="store_true", help="print the seconds of each stage")
-    parser.add_argument("--models", default=",".join(OTHERS), help="with --profile: further models")
+    parser.add_argument("--gaps", action="store_true",
+                        help="print how far plans of the benchmarks' models may be from the best")
+    parser.add_argument("--models", help="with --profile or --gaps: further models, or the models")
     parser.add_argument("--costs", default="measured", help=argparse.SUPPRESS)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.one and options.gaps:
+        gaps(options.one)
+        return
     if options.one and options.profile:
         profile(options.one, options.width, options.length, options.costs)
         return
     if options.one:
         (allocated if options.memory else measure)(int(options.one), options.width, options.length)
         return
+    others = OTHERS if options.models is None else options.models.split(",")
+    if options.gaps:
+        print_gaps([*BENCHMARKED] if options.models is None else others)
+        return
     if options.profile:
-        names = [name for name in (*options.layers.split(","), *options.models.split(",")) if name]
+        names = [name for name in (*options.layers.split(","), *others) if name]
         print_profiles(names, options.width, options.length)
         return
     print("| layers | captured / computations | blocks / unique | capture | measure | options | chain "

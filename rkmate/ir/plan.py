@@ -126,6 +126,9 @@ class PlanData:
     """Outputs that no step computes: they are computed when first read. Names, or numbers."""
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each stage of planning."""
+    first_seconds: float | None = None
+    """Time of a step by the first schedule that was found within the budget: what the search gained since is
+    the difference to `step_seconds`. None if nothing was searched."""
     nodes: Mapping[str, int] = field(default_factory=dict)
     """Node counts before and after simplification (Rockmate, figure 9)."""
     calls: int = 1
@@ -200,6 +203,7 @@ class PlanData:
             "costs": [c.row() for c in self.costs], "nodes": dict(self.nodes),
             "stage_seconds": dict(self.stage_seconds), "graph": self.graph.content(),
             "source": self.source, "origin": None if self.origin is None else self.origin.content(),
+            **({} if self.first_seconds is None else {"first_seconds": self.first_seconds}),
             **({"calls": self.calls} if self.calls != 1 else {}),
             **({"deferred": list(self.deferred)} if self.deferred else {}),
             **({"gradients": self.gradients} if self.gradients != "returned" else {}),
@@ -235,6 +239,7 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         fused=tuple((str(names), int(times)) for names, times in content.get("fused", ())),
         calls=int(content.get("calls", 1)), gradients=str(content.get("gradients", "returned")),
         stage_seconds=dict(content["stage_seconds"]),
+        first_seconds=None if content.get("first_seconds") is None else float(content["first_seconds"]),
         nodes=dict(content["nodes"]), origin=read_origin(content.get("origin")))
 
 

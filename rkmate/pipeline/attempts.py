@@ -80,12 +80,13 @@ def attempted(prepared: Prepared, solved: Solved | None, method: Planner, limit:
     start = time.perf_counter()
     seconds = prepared.blocked.traced.seconds_left if time_limit is None else time_limit
     calls = prepared.settings.calls
-    if calls == 1:
-        outcome = ask(method, solved.problem, limit, known=known, time_limit=seconds)
-        found = found_in(solved.problem, outcome)
-    else:
-        outcome = ask_for_calls(method, solved.problem, calls, limit, known=known, time_limit=seconds)
-        found = outcome.others
+    with prepared.blocked.traced.progress.stage("searching", None, at_most=seconds):
+        if calls == 1:
+            outcome = ask(method, solved.problem, limit, known=known, time_limit=seconds)
+            found = found_in(solved.problem, outcome)
+        else:
+            outcome = ask_for_calls(method, solved.problem, calls, limit, known=known, time_limit=seconds)
+            found = outcome.others
     if outcome.schedule is None:
         outcome = lean_schedule(prepared, method, limit) or outcome
     if outcome.schedule is None:
@@ -132,8 +133,8 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         deferred=deferred_outputs.names_of(blocked),
         gradients=prepared.settings.gradients, compiled=compiled_by(prepared.settings),
         fused=fused_in(parts.program.operation),
-        stage_seconds=dict((solved or prepared).stage_seconds), nodes=dict(blocked.nodes),
-        origin=blocked.traced.origin)
+        stage_seconds=dict((solved or prepared).stage_seconds), first_seconds=outcome.first_seconds,
+        nodes=dict(blocked.nodes), origin=blocked.traced.origin)
 
 
 def whole_note(prepared: Prepared, note: str) -> str:

@@ -131,8 +131,10 @@ def _compared(prepared: Prepared, limit: int, planner: str,
     refused: list[Refused] = []
     late: list[str] = []
     spent = {blocked.variant: sum(prepared.stage_seconds.values()) - traced.seconds}
-    for variant in (blocked.variant, *others(traced.settings, blocked.concerned)):
+    variants = (blocked.variant, *others(traced.settings, blocked.concerned))
+    for number, variant in enumerate(variants):
         start, here = time.perf_counter(), prepared
+        traced.progress.part = f" (graph {number + 1} of at most {len(variants)})" if number else ""
         if variant is not blocked.variant:
             if taken is not None and not _may_win(taken.plan, prepared, limit, variant):
                 continue
@@ -157,6 +159,7 @@ def _compared(prepared: Prepared, limit: int, planner: str,
             if variant is blocked.variant and taken is not None:
                 before = taken.plan
         spent[variant] = spent.get(variant, 0.0) + time.perf_counter() - start
+    traced.progress.part = ""
     if taken is None:
         raise error_of_all(refused, method)
     rest = sum(seconds for variant, seconds in spent.items() if variant is not taken.prepared.blocked.variant)
@@ -204,8 +207,9 @@ def _against(plan: Plan, before: Plan | None, prepared: Prepared) -> Plan:
     if before is None or plan.variant == before.variant:
         return plan
     known = [p.minimum_bytes for p in (plan, before) if p.minimum_bytes is not None]
-    return replace(plan, note=f"{plan.note}; {_share(plan, before)} faster than the fastest schedule of the "
-                              "original's operations", minimum_bytes=min(known, default=None))
+    faster = f"{_share(plan, before)} faster than the fastest schedule of the original's operations"
+    return replace(plan, note=f"{plan.note}; {faster}", first_seconds=before.first_seconds,
+                   minimum_bytes=min(known, default=None))
 
 
 def _share(plan: Plan, before: Plan) -> str:

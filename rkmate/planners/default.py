@@ -141,6 +141,9 @@ LEAST_SECONDS = 0.1
 """Seconds that a strategy gets of a share that others have used up."""
 KNOWN = 4
 """Number of schedules of other budgets that are finished again; one for deep graphs."""
+HOPELESS = 4.0
+"""A schedule that takes this many times as long as the fastest one is not finished: it is one of a long chain
+that begins again at each block, of as many steps as the square of the chain's length."""
 SMALLEST_TRIES = 24
 """Number of times that the smallest budget's range is halved, at most."""
 
@@ -272,7 +275,8 @@ class Default:
             return replace(infeasible(f"the chain needs {least:,} bytes"), bound=search.bound,
                            others=search.others)
         peak = problem.simulate(outcome.schedule).peak
-        return replace(outcome, bound=search.bound, smallest=min(least, peak), others=search.others)
+        return replace(outcome, bound=search.bound, smallest=min(least, peak), others=search.others,
+                       first_seconds=search.first)
 
     def _smallest(self, problem: Problem) -> Candidate:
         """Return the schedule with the smallest peak that is known: of the chain, or of the program over the
@@ -311,6 +315,8 @@ class _Search:
         self.left = time_limit
         self.spent = 0.0
         self.bound: float | None = None
+        self.first: float | None = None
+        """Seconds of the first schedule within the budget."""
         self.cut = False
         """Whether the strategy that gave the bound had used up its time."""
         self.pending: list[Candidate] = []
@@ -344,13 +350,16 @@ class _Search:
         found = sorted(outcome.others, key=lambda c: c.seconds)[:entry.finished] if entry.finished > 1 else []
         self.pending += [replace(c, note=_note(entry.origin))
                          for c in found or taken_in(self.problem, outcome)]
+        if self.first is None and outcome.schedule is not None:
+            self.first = outcome.seconds
         self._larger += [replace(c, note=_note(entry.origin)) for c in outcome.others
                          if c.peak > self.budget]
 
     def finish(self, near: float) -> None:
-        """Finish the pending schedules; only the fastest one if it is near the bound."""
+        """Finish the pending schedules, except hopeless ones; only the fastest if it is near the bound."""
         pending = sorted(self.pending, key=lambda c: (c.seconds, c.peak))
-        for c in pending if self._above_bound(near) else pending[:1]:
+        hopeful = [c for c in pending if c.seconds <= HOPELESS * pending[0].seconds]
+        for c in hopeful if self._above_bound(near) else pending[:1]:
             schedule = finish(self.problem.graph, c.schedule, self.budget, pinned=self.problem.pinned,
                               reserve_at_loss=self.problem.reserve_at_loss)
             result = self.problem.simulate(schedule)

@@ -86,6 +86,8 @@ class Outcome:
     """The block operations that the schedule is made of; empty when it is not made of such."""
     smallest: int | None = None
     """Bytes of the smallest budget that the planner is known to meet; None: unknown."""
+    first_seconds: float | None = None
+    """Time of the first schedule that was found within the budget; None: there was one only."""
     others: tuple[Candidate, ...] = field(default=(), repr=False)
     """Other schedules that were found; they may serve other budgets."""
 

@@ -110,7 +110,8 @@ def _words(plan: PlanData, replayed: Occupancy) -> Iterator[str]:
     for heading, text in paragraphs(plan):
         yield f"<h3>{escape(heading)}</h3><p>{escape(text)}</p>"
     yield "</div>"
-    figures = [(a, b) for a, b in facts(plan) if a in ("lower bound", "planning took", "note")]
+    shown = ("lower bound", "searching gained", "planning took", "note")
+    figures = [(a, b) for a, b in facts(plan) if a in shown]
     figures += [(f"stage: {stage}", duration(s)) for stage, s in plan.stage_seconds.items()]
     figures += [(f"nodes: {name}", str(n)) for name, n in plan.nodes.items()]
     yield "<details><summary>how the plan was found</summary>" \

@@ -123,6 +123,9 @@ def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
     if plan.bound_seconds is not None and plan.gap is not None:
         result.append(("lower bound", f"{duration(plan.bound_seconds)} a step: at most {plan.gap:.1%} "
                                       "could be saved by another schedule"))
+    if plan.first_seconds is not None and plan.first_seconds > plan.step_seconds:
+        result.append(("searching gained", f"{1 - plan.step_seconds / plan.first_seconds:.1%} of the step by "
+                                           "the first schedule that was found within the budget"))
     if plan.stage_seconds:
         result.append(("planning took", duration(sum(plan.stage_seconds.values()))))
     if plan.note:

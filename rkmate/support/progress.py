@@ -92,11 +92,16 @@ class Progress:
         notebook = in_notebook()
         self.enabled = enabled and (sys.stderr.isatty() or notebook)
         self._cell = Cell() if notebook else None
+        self.part = ""
+        """Text after the names of stages: which of several rounds of them runs."""
 
     @contextmanager
-    def stage(self, name: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        """Show a stage of `total` parts. Call the yielded function with the number of parts done."""
-        with self._shown(name, total, _COUNTED if total else _PLAIN) as (bar, _):
+    def stage(self, name: str, total: int | None, *,
+              at_most: float | None = None) -> Iterator[Callable[[int], None]]:
+        """Show a stage of `total` parts. Call the yielded function with the number of parts done. `at_most`:
+        seconds that the stage may take, if that is known."""
+        plain = _PLAIN if at_most is None else f"{_PLAIN} of at most {at_most:.0f} s"
+        with self._shown(f"{name}{self.part}", total, _COUNTED if total else plain) as (bar, _):
             def tick(done: int) -> None:
                 bar.update(max(0, done - bar.n))
             yield tick

@@ -82,6 +82,13 @@ def test_a_known_bound_says_how_good_the_plan_is() -> None:
     assert "lower bound" not in str(unknown)
 
 
+def test_what_the_search_gained_is_named() -> None:
+    plan = wrapped().plan
+    assert "searching gained" not in str(replace(plan, first_seconds=plan.step_seconds))
+    slower = replace(plan, first_seconds=plan.step_seconds / 0.8)
+    assert "20.0% of the step by the first schedule" in str(slower)
+
+
 def test_what_costs_most_is_named() -> None:
     text = wrapped().plan.explain()
     assert "the 4 modules layers.* (gelu: " in text

@@ -46,7 +46,19 @@ def test_a_terminal_sees_the_stages_and_how_far_they_are(monkeypatch: pytest.Mon
     assert "rkmate: capturing, 00:0" in text
     assert "rkmate: measuring: 0 of" in text
     assert re.search(r"rkmate: solving blocks: (\d+) of \1 .* left", text)
+    assert "rkmate: searching, 00:0" in text
     assert text.endswith("\r")                     # the lines of stages that are done are taken away
+
+
+def test_a_stage_says_how_long_it_may_take_and_for_which_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("rkmate.support.progress.DELAY", 0.0)
+    progress = Progress(True)
+    progress.part = " (graph 2 of at most 3)"
+    with progress.stage("searching", None, at_most=12.4):
+        pass
+    assert "rkmate: searching (graph 2 of at most 3), 00:00 of at most 12 s" in terminal.getvalue()
 
 
 def test_a_stage_that_reports_nothing_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:

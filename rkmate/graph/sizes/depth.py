@@ -60,14 +60,16 @@ def _by_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     load()
     tensors, inputs = take_apart((args, kwargs), result=False)
     forms = [form_of(t) for t in tensors]
-    whole = dry_run(model, inputs, forms, steps=True)
-    if whole is not None and whole.steps is not None:
-        layers = _in_order(layers, whole.steps)
     short = shorter(model, layers)
-    few = None if whole is None else dry_run(short, inputs, forms, steps=True)
-    if whole is None or few is None or whole.steps is None or few.steps is None:
+    few = dry_run(short, inputs, forms, steps=True)
+    if few is None or few.steps is None:
         raise _Differs("no dry run")
-    compare(few.steps, whole.steps, layers)
+    layers = _in_order(layers, few.steps)
+    pattern = pattern_of(few.steps, layers)         # before the whole's dry run, which takes longer
+    whole = dry_run(model, inputs, forms, steps=True)
+    if whole is None or whole.steps is None:
+        raise _Differs("no dry run of the whole")
+    compare(few.steps, whole.steps, layers, pattern)
     found = capture_whole(short, args, kwargs)
     if found.recipe is not None or found.repeats or found.effects != Effects():
         raise _Differs("values or effects")
@@ -75,11 +77,11 @@ def _by_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         return replace(_Longer(found, layers).capture(), result=whole.result)
 
 
-def _in_order(layers: Layers, whole: Steps) -> Layers:
+def _in_order(layers: Layers, few: Steps) -> Layers:
     """Return the runs in the order in which the forward calls them."""
     def begins(run: Run) -> int:
-        own = {whole.inputs + k for k, name in enumerate(whole.entered) if name.startswith(f"{run.path}.")}
-        return next((k for k, read in enumerate(whole.references) if any(x in own for x, _ in read)), 0)
+        own = {few.inputs + k for k, name in enumerate(few.entered) if name.startswith(f"{run.path}.")}
+        return next((k for k, read in enumerate(few.references) if any(x in own for x, _ in read)), 0)
 
     return Layers(sorted(layers.runs, key=begins))
 
@@ -219,14 +221,18 @@ def _spread(first: Sequence[int], references: Sequence[Sequence[Reference]], bac
 
 # -- Steps of dry runs -----------------------------------------------------------------------------
 
-def compare(few: Steps, whole: Steps, layers: Layers) -> None:
-    """Raise an error unless the steps of the whole model are those of the shorter one, with the steps of some
-    layers repeated."""
-    begin, extra = few.inputs + len(few.entered), [run.extra for run in layers.runs]
-    count = len(few.outputs)
+def pattern_of(few: Steps, layers: Layers) -> Pattern:
+    """Return the steps of the shorter model as a list in which layers repeat themselves. Raises an error if
+    the layers in the middle differ."""
     units = _spread([*([-1] * few.inputs), *map(layers.unit, few.entered)], few.references, few.backward,
-                    range(few.backward - count, few.backward + few.tangents))
-    pattern = Pattern(units, few.references, few.tokens, extra)
+                    range(few.backward - len(few.outputs), few.backward + few.tangents))
+    return Pattern(units, few.references, few.tokens, [run.extra for run in layers.runs])
+
+
+def compare(few: Steps, whole: Steps, layers: Layers, pattern: Pattern) -> None:
+    """Raise an error unless the steps of the whole model are those of the shorter one, with the steps of some
+    layers repeated. `pattern`: of the shorter one's steps."""
+    begin, units, extra = few.inputs + len(few.entered), pattern.units, pattern.extra
     order = copies_of(units, extra)
     if len(order) != len(whole.tokens) or whole.inputs != few.inputs \
             or sum(item < few.backward for item, _ in order) != whole.backward:
