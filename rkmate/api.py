@@ -30,11 +30,9 @@ from rkmate.planners.registry import SENDING
 from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.agreement import Ranks, description, shared
 from rkmate.runtime.apply import (
-    is_sharded,
     planned_call_of,
     put_plan_into,
     put_plans_into_layers,
-    sharded_layers,
     take_plan_from,
     wrapped_by_parts,
 )
@@ -42,6 +40,7 @@ from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import PlannedModule
 from rkmate.runtime.plan_cache import Planning
 from rkmate.runtime.recorded_step import check_device
+from rkmate.runtime.sharded import is_sharded, sharded_layers
 from rkmate.settings import Chosen, Options, check_default_planner, check_no_settings_of_wrap, chosen
 from rkmate.show.curve import Curve
 from rkmate.show.plan import Plan
@@ -136,7 +135,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     Args:
         model: the module to train. `remove` undoes `apply`; a second `apply` replaces the first. If the model
             is sharded by ``fully_shard``, before or after this call, each sharded layer (the innermost ones)
-            gets a plan of its own and a share of the budget; `applied` then shows the plan of each layer.
+            gets a plan of its own, and so does the rest of the forward after the last of them: they share the
+            budget of the whole step. `applied` then shows the plan of each layer, and of the rest.
         args, kwargs: sample inputs, to plan now. Without them, the first call that records gradients is
             planned when it comes: with the real batch, in the mode that it is trained in.
         budget: as for `wrap`; a fraction refers to the peak of the first call.

@@ -121,23 +121,27 @@ class EventsMeter:
         with profiler.record_function(f"{_MARK}{number}"):
             yield
 
-    def peaks(self) -> dict[int, int]:
+    def levels(self) -> dict[int, tuple[int, int]]:
         results = self._session.kineto_results
         changes = events.changes(results, "cpu")
         marks = sorted((e.start_ns(), e.end_ns(), int(e.name()[len(_MARK):]))
                        for e in results.events() if e.name().startswith(_MARK))
-        peaks: dict[int, int] = {}
-        k = 0
+        found: dict[int, tuple[int, int]] = {}
+        k = live = 0
         for start, end, number in marks:
             while k < len(changes) and changes[k].ns < start:
+                live += changes[k].bytes
                 k += 1
-            live = peak = 0
+            before = peak = live
             while k < len(changes) and changes[k].ns <= end:
                 live += changes[k].bytes
                 peak = max(peak, live)
                 k += 1
-            peaks[number] = peak
-        return peaks
+            found[number] = before, peak
+        return found
+
+    def peaks(self) -> dict[int, int]:
+        return {number: peak - before for number, (before, peak) in self.levels().items()}
 
 
 _MARK = "rkmate part "

@@ -123,18 +123,33 @@ class HistoryMeter:
         """See `PartsMeter`."""
         return peaks_of_parts(self._history.entries, self._size_of)
 
+    def levels(self) -> dict[int, tuple[int, int]]:
+        """See `PartsMeter`."""
+        return levels_of_parts(self._history.entries, self._size_of)
+
 
 def peaks_of_parts(entries: Iterable[Entry], size_of: Callable[[int], int]) -> dict[int, int]:
     """Return the most bytes over the level at its start, for each part."""
-    found: dict[int, list[Entry]] = {}
-    part: list[Entry] | None = None
+    return {number: peak - before for number, (before, peak) in levels_of_parts(entries, size_of).items()}
+
+
+def levels_of_parts(entries: Iterable[Entry], size_of: Callable[[int], int]) -> dict[int, tuple[int, int]]:
+    """Return the bytes at the start of each part and the most bytes in it, over the level at the start."""
+    found: dict[int, tuple[int, int]] = {}
+    part: int | None = None
+    live = 0
     for entry in entries:
         text = entry.get("user_metadata", "")
         if text.startswith(_MARK):
-            part = None if text == _END else found.setdefault(int(text[len(_PART):]), [])
-        elif part is not None:
-            part.append(entry)
-    return {number: _highest(levels(inside, size_of)) for number, inside in found.items()}
+            part = None if text == _END else int(text[len(_PART):])
+            if part is not None:
+                found.setdefault(part, (live, live))
+            continue
+        for _, change in levels((entry,), size_of):
+            live += change
+        if part is not None:
+            found[part] = found[part][0], max(found[part][1], live)
+    return found
 
 
 _MARK = "rkmate "

@@ -66,6 +66,10 @@ class PartsMeter(Protocol):
     def peaks(self) -> dict[int, int]:
         """Return, after the run, the most bytes over the level at its start, for each part."""
 
+    def levels(self) -> dict[int, tuple[int, int]]:
+        """Return, after the run, the bytes at the start of each part, and the most bytes in it, both over the
+        level at the start of the run."""
+
 
 class Device(Protocol):
     """A place to compute."""

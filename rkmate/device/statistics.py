@@ -36,7 +36,8 @@ class StatisticsMeter:
                  running: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         """`running`: a context that is entered around the whole run."""
         self._statistics = statistics
-        self._peaks: dict[int, int] = {}
+        self._levels: dict[int, tuple[int, int]] = {}
+        self._start = statistics.allocated()
         self.running = running
 
     @contextmanager
@@ -44,10 +45,13 @@ class StatisticsMeter:
         before = self._statistics.allocated()
         self._statistics.reset_peak()
         yield
-        self._peaks[number] = self._statistics.peak() - before
+        self._levels[number] = before - self._start, self._statistics.peak() - self._start
 
     def peaks(self) -> dict[int, int]:
-        return self._peaks
+        return {number: peak - before for number, (before, peak) in self._levels.items()}
+
+    def levels(self) -> dict[int, tuple[int, int]]:
+        return self._levels
 
 
 class PeakWatch:

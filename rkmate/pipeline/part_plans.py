@@ -14,6 +14,7 @@ from rkmate.ir.schedule import Schedule
 from rkmate.pipeline.attempts import Planned, plan_of
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, prepare
 from rkmate.pipeline.solve import Solved, solve
+from rkmate.pipeline.variants import Variant
 from rkmate.planners.protocol import (
     Outcome,
     Planner,
@@ -59,7 +60,8 @@ class PartWays:
         prepared = with_bytes_at_loss(self.solved.prepared, extra)
         outcome = Outcome(self.schedules[number], "ok", self.ways[number].seconds, smallest=self.smallest,
                           note="a part of a step")
-        plan = plan_of(prepared, self.solved, self.planner, self.ways[number].saved + extra, outcome)
+        solved = replace(self.solved, summary=replace(self.solved.summary, reserve_at_loss=extra))
+        plan = plan_of(prepared, solved, self.planner, self.ways[number].saved + extra, outcome)
         return Planned(plan, prepared)
 
 
@@ -71,22 +73,35 @@ def with_bytes_at_loss(prepared: Prepared, extra: int) -> Prepared:
 
 
 @gc_pause()
-def ways_of(traced: Traced, planner: str, limit: Callable[[Blocked], int], share: float) -> PartWays:
+def ways_of(traced: Traced, planner: str, limit: Callable[[Blocked], int], share: float,
+            variant: Variant | None = None) -> PartWays:
     """Measure a part, and look for schedules that hold more or less between forward and backward.
 
     `traced`: with ``Settings(loss_bytes=0)``, as the part's outputs go on into the model. `limit`: the bytes
     that measuring may take. `share`: about how much of what it saves a call can hold within the budget.
+    `variant`: of its graph; the settings' first unless given.
     """
-    prepared = prepare(traced, limit=limit)
+    prepared = prepare(traced, variant, limit=limit)
     method = find_planner(planner, traced.settings.of_planner)
-    solved = solve(prepared)
+    return _with(PartWays(solve(prepared), method.name, (), (), None), method, (prepared.whole,), share)
+
+
+@gc_pause()
+def more_ways(ways: PartWays, share: float) -> PartWays:
+    """Return a part with further schedules, for another share of what it saves (`ways_of`)."""
+    settings = ways.solved.prepared.settings
+    return _with(ways, find_planner(ways.planner, settings.of_planner), ways.schedules, share)
+
+
+def _with(part: PartWays, method: Planner, known: Sequence[Schedule], share: float) -> PartWays:
+    prepared = part.solved.prepared
     ways: dict[Way, Schedule] = {}
-    for schedule in (prepared.whole, *(_searched(solved, method, share) if share < 1 else ())):
+    for schedule in (*known, *(_searched(part.solved, method, share) if share < 1 else ())):
         found = prepared.simulate(schedule)
         ways.setdefault(Way(found.seconds, found.saved, max(0, found.peak - found.saved)), schedule)
     kept = [w for w in ways if not any(_is_better(o, w) for o in ways)]
     smallest = min((w.saved + w.extra for w in kept), default=None)
-    return PartWays(solved, method.name, tuple(ways[w] for w in kept), tuple(kept), smallest)
+    return replace(part, schedules=tuple(ways[w] for w in kept), ways=tuple(kept), smallest=smallest)
 
 
 def _is_better(one: Way, other: Way) -> bool:
@@ -107,8 +122,8 @@ def _searched(solved: Solved, method: Planner, share: float) -> Sequence[Schedul
         found += _schedules(method, problem, least)
     for extra in sorted(extras):
         part = replace(problem, reserve_at_loss=extra)
-        for around in (0.0, *AROUND):
-            saved = held + int(min(0.97, share * around) * (whole.saved - held))
+        for saved in dict.fromkeys(held + int(min(0.97, share * around) * (whole.saved - held))
+                                   for around in (0.0, *AROUND)):
             found += _schedules(method, part, saved + extra)
     return found
 

@@ -28,7 +28,7 @@ from rkmate.pipeline.prepare import own_version
 from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan
 from rkmate.torch_seam.containers import pytree
-from rkmate.torch_seam.trace import meeting_place, process_group
+from rkmate.torch_seam.trace import meeting_place, process_group, several_ranks
 
 T = TypeVar("T")
 Description = Mapping[str, Sequence[str]]
@@ -104,9 +104,10 @@ def _plain(value: Any) -> str:
 class Ranks:
     """The ranks of a process group, where they meet, and how long they wait for each other."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, numbers: Sequence[int] | None = None) -> None:
+        """`numbers`: some of the group's ranks, which only tell each other things."""
         self._group = group
-        self._numbers = dist.get_process_group_ranks(group)
+        self._numbers = dist.get_process_group_ranks(group) if numbers is None else [*numbers]
         self._mine = dist.get_rank()
         self._store, self._seconds = meeting_place(group)
         self._name = ",".join(map(str, self._numbers))
@@ -130,6 +131,10 @@ class Ranks:
             f"{subject} ({self._difference([t[subject] for t in texts])})" for subject in differing)
             + ". No step has run: give all ranks the same"
             + (_OR_ALONE if differing == ["arguments"] else ""))
+
+    def told(self, text: str) -> list[str]:
+        """Return what all ranks say, in their order. Raises `RankError` if a rank does not come."""
+        return self._exchanged(text)
 
     def same_schedule(self, plan: Plan) -> None:
         """Compare the schedules that the ranks are about to follow. Raises `RankError` on all ranks if they
@@ -239,6 +244,15 @@ def ranks_in(groups: Sequence[str]) -> Ranks | None:
     if not groups or dist.get_backend() == "fake":
         return None
     return Ranks(process_group(groups[0]) if len(groups) == 1 else None)
+
+
+def ranks_that_share(model: nn.Module) -> Ranks | None:
+    """Return the ranks that a model's parameters are spread over; None if only this rank is real."""
+    if not several_ranks() or dist.get_backend() == "fake":
+        return None
+    numbers = {rank for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None
+               for rank in mesh.mesh.flatten().tolist()}
+    return Ranks(numbers=sorted(numbers)) if len(numbers) > 1 else None
 
 
 # -- Shared plans ----------------------------------------------------------------------------------

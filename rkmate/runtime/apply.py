@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from rkmate.budget import Budget
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.refusals import flags_to_plan, refuse_data_parallelism
 from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
-from rkmate.runtime.parts import LARGE, Parts, Watch, take_watch_from
+from rkmate.runtime.parts import Parts, Watch, take_watch_from
 from rkmate.runtime.plan_cache import (
     REPLACED,
     Engines,
@@ -29,81 +26,11 @@ from rkmate.runtime.plan_cache import (
     Prototype,
     Specialization,
 )
+from rkmate.runtime.sharded import Sharded, UnitCall, is_sharded, sharded_layers
+from rkmate.runtime.sharded_parts import Follower
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, own_call, replace_call
-
-# -- Sharded layers --------------------------------------------------------------------------------
-#
-# Budgets for a model whose layers are sharded by `fully_shard` (FSDP2).
-#
-# Each sharded layer gathers its parameters in hooks around its forward and its backward, so each is planned
-# by itself, and its hooks stay outside of its plan. Where a layer has sharded parts, these are planned. A
-# layer of one operation has nothing to compute again, and runs as it is. The first call finds the layers of a
-# model that was sharded after `apply`.
-#
-# One step calls all of them before the first backward: similar layers (of one class, with parameters of the
-# same shapes) share a budget as several calls of one module do, and layers of different kinds share the whole
-# in proportion to the bytes of their parameters. The limit on data that may be away at once
-# (`rkmate.Offload`) is shared in the same way.
-
-
-@dataclass(frozen=True)
-class Share:
-    """A sharded layer, and how it is planned."""
-
-    layer: nn.Module
-    planning: Planning
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Return whether `fully_shard` gathers its parameters in hooks around the forward."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
-def sharded_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the innermost sharded modules inside of a model, the model itself left out; without those of one
-    operation (an embedding, a head), where there are others."""
-    sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
-    layers = [m for m in sharded if not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
-    return [m for m in layers if not _is_one_operation(m)] or layers
-
-
-def _is_one_operation(module: nn.Module) -> bool:
-    return not isinstance(module, LARGE) and not any(True for _ in module.children()) and \
-        type(module).forward.__module__.startswith("torch.nn.modules.")
-
-
-def shares(model: nn.Module, layers: list[nn.Module], planning: Planning) -> list[Share]:
-    """Return how the layers of a model share a budget.
-
-    Raises:
-        ArgumentError: several calls before a backward were asked for, which is what layers are planned as.
-    """
-    if planning.settings.calls != 1:
-        raise ArgumentError(f"calls is {planning.settings.calls}, and {type(model).__name__} has sharded "
-                            "layers, which share a budget as calls of one module do: apply a budget to each "
-                            "layer, with calls=layers times calls")
-    kinds: dict[object, list[nn.Module]] = defaultdict(list)
-    for layer in layers:
-        kinds[type(layer), tuple((name, p.shape, p.dtype) for name, p in layer.named_parameters())
-              ].append(layer)
-    weights = {kind: sum(p.numel() * p.element_size() for m in alike for p in m.parameters()) or 1
-               for kind, alike in kinds.items()}
-    whole = sum(weights.values())
-    found: dict[nn.Module, Share] = {}
-    for kind, alike in kinds.items():
-        budget = planning.budget
-        if budget.bytes is not None:
-            budget = Budget(bytes=max(1, budget.bytes * weights[kind] // whole))
-        offload = planning.settings.offload
-        own = replace(planning, budget=budget, settings=replace(
-            planning.settings, calls=len(alike), deferred_outputs="never",      # the parameters go again
-            offload=None if offload is None else offload.part(weights[kind], whole)))
-        found.update((layer, Share(layer, own)) for layer in alike)
-    return [found[layer] for layer in layers]
-
 
 # -- Planned calls ---------------------------------------------------------------------------------
 #
@@ -126,10 +53,10 @@ _thread = threading.local()
 """For each thread, the planned parts that it is inside of: what runs there was planned."""
 
 
-class _Planned(PlannedModule):
+class _Planned(Follower):
     """The planned part of a module that `apply` has changed: its call, or its forward alone."""
 
-    _FIELDS = PlannedModule._FIELDS | {"_run", "_refused", "first_step"}
+    _FIELDS = Follower._FIELDS | {"_run", "_refused", "first_step"}
     _has_class_of_original = False
     _run: Callable[..., Any]
     _refused: Refused | None
@@ -139,15 +66,16 @@ class _Planned(PlannedModule):
 
     def __init__(self, model: nn.Module, run: Callable[..., Any], planning: Planning, verify: bool,
                  on_new_shape: NewShape, refused: Refused | None = None,
-                 plans: tuple[Plan | Prototype, ...] = ()) -> None:
+                 plans: tuple[Plan | Prototype, ...] = (), within: Sharded | None = None) -> None:
         super().__init__(model, planning, verify, on_new_shape, plans)
-        self.__dict__.update(_run=run, _refused=refused, first_step=None)
+        self.__dict__.update(_run=run, _refused=refused, _within=within, first_step=None)
 
     def _new_signature(self, key: Any, args: tuple[Any, ...],
                        kwargs: dict[str, Any]) -> Specialization | None:
-        layers = sharded_layers(self._original)
+        layers = sharded_layers(self._original) if self._within is None else []
         if layers:
             move_plan_into_layers(self._original, layers)
+            self.__dict__["_run"] = planned_call_of(self._original)
             return None
         if self._refused is None:
             return super()._new_signature(key, args, kwargs)
@@ -174,23 +102,32 @@ class PlannedCall:
     out."""
 
     __slots__ = ("_forward", "_made_with", "_model", "_others", "_own", "as_tensors", "method", "parts",
-                 "whole")
+                 "sharded", "whole", "within")
     is_planned = True
     """Distinguishes this call from a compiled call."""
 
     def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape,
                  refused: Refused | None = None, plans: tuple[Plan | Prototype, ...] = (),
-                 parts: Parts | None = None) -> None:
+                 parts: Parts | None = None, sharded: Sharded | None = None,
+                 within: Sharded | None = None) -> None:
         self._model = model
         self._own = model.__dict__.get("forward")
         self._others = {name: model.__dict__[name] for name in _PUT[1:] if name in model.__dict__}
         self.parts = parts
         """The planner of the module's parts; None where parts are not allowed."""
+        self.sharded = sharded
+        """The planner of the module's sharded layers, if it has some."""
+        self.within = within
+        """The planner that this sharded layer belongs to."""
         if parts is not None:
             refused = parts.instead
         self._made_with = planning, verify, on_new_shape, refused, plans
-        self.whole = _Planned(model, self._call, *self._made_with)
+        self.whole = _Planned(model, self._call, *self._made_with, within)
         self._forward: _Planned | None = None
+        if sharded is not None:
+            self._forward = _Planned(model, sharded.rest_of_forward, replace(
+                sharded.planning, hooks_outside=True), False, on_new_shape, within=sharded)
+            sharded.set_up(self._own_forward, self._forward)
         self.method = MethodType(_planned_forward(self), model)
         """The module's planned forward."""
         self.as_tensors: tuple[str, ...] = ()
@@ -198,17 +135,22 @@ class PlannedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
+        if self.sharded is not None:
+            return self.sharded.called(own_call(self._model), args, kwargs)
         part = self._inside()
         if part is self._forward is not None:
             return self._own_forward(*args, **kwargs)
         if part is not None or is_sharded(self._model) or self._keeper is not None:
-            return own_call(self._model)(*args, **kwargs)
+            result = own_call(self._model)(*args, **kwargs)
+            return result if self.within is None else self.within.returned(self._model, result)
         if self.parts is not None and self.parts.active and not self.whole.has_plan:
             return self._call(*args, **kwargs)
         return self.whole.forward(*args, **self._with_tensors(kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's forward alone, or with hooks around it that are not part of a plan."""
+        if self.sharded is not None:
+            return self.sharded.forward(args, kwargs)
         if self._inside() is not None:
             return self._own_forward(*args, **kwargs)
         if self.parts is not None and self.parts.active and not self.whole.has_plan:
@@ -223,7 +165,7 @@ class PlannedCall:
             planning, verify, on_new_shape, refused, plans = self._made_with
             self._forward = _Planned(self._model, self._unplanned_forward,
                                      replace(planning, hooks_outside=True), verify, on_new_shape, refused,
-                                     plans)
+                                     plans, self.within)
         return self._forward
 
     @property
@@ -268,6 +210,8 @@ class PlannedCall:
         """Leave the module as it was."""
         if self.parts is not None:
             self.parts.take_away()
+        if self.sharded is not None:
+            self.sharded.take_away()
         left = self.left_without(self._model.__dict__)
         for name in _PUT:
             self._model.__dict__.pop(name, None)
@@ -350,11 +294,13 @@ def _entered() -> list[_Planned]:
 
 
 def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape,
-                  refused: Refused | None = None, plans: tuple[Plan | Prototype, ...] = ()) -> PlannedCall:
+                  refused: Refused | None = None, plans: tuple[Plan | Prototype, ...] = (),
+                  sharded: Sharded | None = None, within: Sharded | None = None) -> PlannedCall:
     """Replace the call and the forward of a module by planned ones. A plan is made at the first call that
     records gradients; where the settings say so, plans for parts of the module.
 
     `refused`: decides what happens to a call that cannot be planned. `plans`: to follow where they fit.
+    `sharded`: plans its sharded layers; `within`: the planner that it is a sharded layer of.
     """
     _refuse_compiled(model)
     take_plan_from(model)
@@ -370,7 +316,7 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
             put_plan_into(module, planning, False, on_new_shape, told, plans)
 
         parts = Parts(model, planning, put, take_plan_from)
-    call = PlannedCall(model, planning, verify, on_new_shape, refused, plans, parts)
+    call = PlannedCall(model, planning, verify, on_new_shape, refused, plans, parts, sharded, within)
     model.__dict__.update(zip(_PUT, (call.method, MethodType(_state_without_plan, model),
                                      MethodType(_refuse_replicas, model)), strict=True))
     replace_call(model, call)
@@ -381,14 +327,18 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
 
 def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: Planning, verify: bool,
                           on_new_shape: NewShape) -> None:
-    """Put a plan into each sharded layer of a model, with a share of the budget, and none into the model
-    itself."""
-    found = shares(model, layers, _sharing(planning))
-    for layer in layers:
-        _refuse_compiled(layer)             # before any is changed
+    """Put a plan into each sharded layer of a model, and into the rest of its forward: they share the
+    budget of a step."""
+    for module in (model, *layers):
+        _refuse_compiled(module)            # before any is changed
     take_plan_from(model)
-    for share in found:
-        put_plan_into(share.layer, share.planning, verify, on_new_shape, _naming(model, share.layer))
+    sharded = Sharded(model, layers, _sharing(planning))
+    for layer in layers:
+        put_plan_into(layer, sharded.planning_of(layer), verify, on_new_shape, within=sharded)
+    for unit in sharded.units:
+        if planned_call_of(unit) is None:
+            replace_call(unit, UnitCall(unit, sharded))
+    put_plan_into(model, sharded.planning, verify, on_new_shape, sharded=sharded)
 
 
 def move_plan_into_layers(model: nn.Module, layers: list[nn.Module]) -> None:
@@ -401,24 +351,7 @@ def move_plan_into_layers(model: nn.Module, layers: list[nn.Module]) -> None:
     if call.latest.has_plan:
         warn(f"{type(model).__name__} was sharded (fully_shard) after it was planned: the plan is dropped, "
              "and each sharded layer is planned at its first call")
-    parts = None if planning.settings.parts == "auto" else planning.settings.parts
-    put_plans_into_layers(model, layers, replace(planning, counts_calls=False, settings=replace(
-        planning.settings, parts=parts)), verify, on_new_shape)
-
-
-def _naming(model: nn.Module, layer: nn.Module) -> Refused:
-    """Return what raises again, with the layer's name, that a budget is too small."""
-    name = next(n for n, m in model.named_modules() if m is layer)
-
-    def told(error: RkmateError) -> bool:
-        if isinstance(error, InfeasibleBudget):
-            raise InfeasibleBudget(
-                f"{name} of {type(model).__name__}, a sharded layer, is planned by itself: {error}. If it "
-                "needs no plan, apply budgets to the other layers one by one (rkmate.apply(layer, "
-                "budget=...))", error.minimum_bytes) from error
-        return False
-
-    return told
+    put_plans_into_layers(model, layers, planning, verify, on_new_shape)
 
 
 class PlannedInside(PlannedModule):
@@ -480,7 +413,7 @@ def _sharing(planning: Planning) -> Planning:
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    if not isinstance(compiled_call(model), PlannedCall | Watch | None):
+    if not isinstance(compiled_call(model), PlannedCall | UnitCall | Watch | None):
         raise ArgumentError(f"{type(model).__name__} was compiled (Module.compile): apply a budget to the "
                             'module itself, or compile it with backend="rkmate"')
 

@@ -48,6 +48,7 @@ from rkmate.runtime.guards import FlagGuards, Guards, Observations, changing, di
 from rkmate.runtime.outside import MANY, MORE, BetweenMeter, Outside, OutsideWatch
 from rkmate.runtime.recorded_step import RecordedStep, check_plan
 from rkmate.runtime.segments import Call, OpenCalls, saved_by
+from rkmate.runtime.snapshot import HOOKS_OF_FORWARD
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
@@ -267,23 +268,25 @@ class Prototype:
     key: Guards
     traced: Traced
     planned: Planned
+    hooks_outside: bool = False
+    """Whether only the module itself has hooks, and these run around its plan."""
 
     def fits(self, model: nn.Module, key: Guards) -> bool:
         """Whether a call of a module has the same graph: all that a plan is specialised on is equal, except
         which objects the submodules are, and what stands in the place of their calls."""
-        return self._is_free_of(model) and _alike_parts(key) == _alike_parts(self.key)
+        return self._is_free_of(model) and self._alike(key) == self._alike(self.key)
 
     def _is_free_of(self, model: nn.Module) -> bool:
         capture = self.traced.capture
         return capture.recipe is None and (model is self.model or not (
             capture.constants or capture.assigned or self.traced.settings.opaque))
 
-
-def _alike_parts(key: Guards) -> tuple[Any, ...]:
-    attributes = [(path, value) for path, value in key.attributes.content
-                  if path not in REPLACED and not path.endswith(f".{COMPILED_CALL}")]
-    return (*key._replace(flags=None, attributes=None, values=None),  # type: ignore[arg-type]
-            key.flags.flags, attributes)
+    def _alike(self, key: Guards) -> tuple[Any, ...]:
+        attributes = [(path, value) for path, value in key.attributes.content
+                      if path not in REPLACED and not path.endswith(f".{COMPILED_CALL}")
+                      and not (self.hooks_outside and path == HOOKS_OF_FORWARD)]
+        return (*key._replace(flags=None, attributes=None, values=None),  # type: ignore[arg-type]
+                key.flags.flags, attributes)
 
 
 class PlanCache:
@@ -330,6 +333,19 @@ class PlanCache:
         """Return every plan that is kept."""
         with self._lock:
             return [e.plan for s in self._kept.values() for e in list(s.executables.values())] or self._saved
+
+    def follow(self, prototypes: Sequence[Prototype]) -> None:
+        """Forget all plans, and follow these from now on."""
+        with self._lock:
+            self._prototypes = [*prototypes]
+            self._saved = [p.planned.plan for p in prototypes]
+            self._kept.clear()
+            self._last = None
+
+    @property
+    def latest_capture(self) -> Capture | None:
+        """The capture of the call that was found last."""
+        return None if self._last is None else self._last[1].capture
 
     def find(self, key: Guards) -> Specialization | None:
         """Return the plans of a signature; it becomes the latest used."""
@@ -655,8 +671,9 @@ class PlanCache:
 
     def _led(self, ranks: Ranks, make: Callable[[], Executable], traced: Traced,
              budget: Budget) -> Executable:
-        """Return what the first rank makes and the others follow."""
-        return ranks.led(make, lambda e: e.plan, lambda plan: self._own_executable(traced, budget, plan))
+        """Return what the first rank makes and the others follow, with as much room for a loss."""
+        return ranks.led(make, lambda e: e.plan, lambda plan: self._own_executable(replace(
+            traced, settings=replace(traced.settings, loss_bytes=plan.graph.reserve_at_loss)), budget, plan))
 
     def _executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,
                     known: Sequence[KnownPlan] = (), like: Prototype | None = None, *,

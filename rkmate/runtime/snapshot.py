@@ -172,6 +172,8 @@ _WRITTEN_BY_SAVING = {"architectures", "dtype"}
 """Attributes that `save_pretrained` of transformers writes into a configuration: they describe the file."""
 _LISTS = {"merged_adapters", "_active_adapter"}
 """Lists of names that decide what a forward computes: of peft's layers."""
+HOOKS_OF_FORWARD = "the forward hooks"
+"""The path of the hooks in the content of a snapshot."""
 _FOLLOWED = 16
 """States that are known to mean no other plan."""
 
@@ -297,7 +299,7 @@ def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overr
         content += [(f"{path}.{k}", by_value(v)) for k, v in inside]
     content += [(box.path, tuple(map(by_value, box.members()))) for box in attributes.boxes]
     if hooks:
-        content.append(("the forward hooks", tuple(map(by_value, hooks))))
+        content.append((HOOKS_OF_FORWARD, tuple(map(by_value, hooks))))
     return Snapshot(attributes, [d for d, _, _ in read], [k for _, k, _ in read], [v for _, _, v in read],
                     hooks, attributes.in_boxes(), Part(tuple(content)))
 

@@ -181,6 +181,11 @@ def without_saved_tensor_hooks() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+def after_backward(call: Callable[[], None]) -> None:
+    """Inside a backward, call something when it is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def keeps_graph() -> bool:
     """Return, inside a backward, whether the graph stays for another one (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -151,7 +151,9 @@ def test_all_layers_are_counted_together(most: dict[int, int], tmp_path: Path) -
     layers, planning = layers_of(tmp_path, 24 * MIB, 128, 128)
     model = nn.Sequential(*layers)
     put_plans_into_layers(model, layers, planning, True, "plan")
-    model(X).mean().backward()
+    for _ in range(3):                  # two show what stands outside of the plans
+        most.clear()
+        model(X).mean().backward()
     sent = sum(away_of(call.latest.plan) for layer in layers if (call := planned_call_of(layer)) is not None)
     assert [*most.values()] == [sent]
     assert 0 < sent <= 24 * MIB

@@ -1,4 +1,5 @@
-"""Tasks on two gloo ranks that start once and are killed at a time limit: no test that uses them can hang."""
+"""Tasks on two gloo ranks, or more, that start once and are killed at a time limit: no test that uses them
+can hang."""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ import torch.distributed as dist
 from torch import nn
 
 LIMIT = 240.0
-"""Seconds after which both ranks are killed."""
+"""Seconds after which all ranks are killed."""
 Found = dict[str, list[dict[str, Any]]]
 """For each task, what each rank has found; ``failed`` if it raised, or did not come to an end."""
 
 
-def found_by_ranks(module: str, folder: Path, patience: float = LIMIT) -> Found:
-    """Let two processes go through the ``TASKS`` of a test module: a dictionary of functions from a rank to
-    what it finds. `patience`: the group's timeout, in seconds."""
+def found_by_ranks(module: str, folder: Path, patience: float = LIMIT, count: int = 2) -> Found:
+    """Let processes go through the ``TASKS`` of a test module: a dictionary of functions from a rank to what
+    it finds. `patience`: the group's timeout, in seconds. `count`: of the processes."""
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(rank, module, str(folder), patience), daemon=True)
-             for rank in range(2)]
+    ranks = [context.Process(target=_rank, args=(rank, module, str(folder), patience, count), daemon=True)
+             for rank in range(count)]
     end = time.monotonic() + LIMIT
     for process in ranks:
         process.start()
@@ -36,7 +37,7 @@ def found_by_ranks(module: str, folder: Path, patience: float = LIMIT) -> Found:
     for process in ranks:
         process.kill()
         process.join()
-    files = {name: [folder / f"{name}-{rank}.pt" for rank in range(2)] for name in _tasks(module)}
+    files = {name: [folder / f"{name}-{rank}.pt" for rank in range(count)] for name in _tasks(module)}
     return {name: [torch.load(p, weights_only=False) if p.exists() else
                    {"failed": "this rank did not come to an end"} for p in paths]
             for name, paths in files.items()}
@@ -47,10 +48,10 @@ def _tasks(module: str) -> dict[str, Any]:
     return tasks
 
 
-def _rank(rank: int, module: str, folder: str, patience: float) -> None:
+def _rank(rank: int, module: str, folder: str, patience: float, count: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2,
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count,
                             timeout=timedelta(seconds=patience))
     for name, task in _tasks(module).items():
         try:

@@ -1,0 +1,561 @@
+"""One budget for a model whose layers are sharded by `fully_shard` (FSDP2).
+
+Each sharded layer gathers its parameters in hooks around its forward and its backward, so each is planned by
+itself, and its hooks stay outside of its plan. Where a layer has sharded parts, these are planned. A layer of
+one operation has nothing to compute again, and runs as it is.
+
+The rest of the model's forward after the last sharded module (a norm, the head, the loss) is planned, too: it
+is captured with stubs instead of the sharded modules, which hand out what these have returned.
+
+The budget is that of the whole step. No plan knows gathered parameters, their gradients, and the buffers of
+the exchange, so a step shows them: the first step is planned to hold as little as possible, the second is
+measured, and from the third step on the layers share what the rest leaves.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from rkmate import device as devices
+from rkmate.budget import Budget
+from rkmate.device.protocol import MeterError
+from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
+from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.operations import is_random
+from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
+from rkmate.graph.capture.structure import Structure, take_apart, take_call_apart
+from rkmate.measure.analytic import analytic_costs
+from rkmate.pipeline.part_plans import more_ways, ways_of
+from rkmate.pipeline.prepare import Blocked, block, trace, with_operation_costs
+from rkmate.pipeline.variants import CHUNKED_LOSS, first, together
+from rkmate.planners.several_calls import Item, Way, share_out, smallest_limit
+from rkmate.runtime.agreement import Ranks, ranks_that_share
+from rkmate.runtime.guards import Guards, guards_of
+from rkmate.runtime.parts import LARGE, is_unobserved
+from rkmate.runtime.plan_cache import Planning, Prototype
+from rkmate.runtime.sharded_parts import Follower, Observed, Part, Rest
+from rkmate.runtime.snapshot import by_content
+from rkmate.support.planning_lock import gc_pause, planning_lock
+from rkmate.support.progress import Progress
+from rkmate.support.warn import warn
+from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.modules import compiled_call, own_call, replace_call, submodules_of
+from rkmate.torch_seam.tensors import without_saved_tensor_hooks
+from rkmate.torch_seam.trace import several_ranks
+
+logger = logging.getLogger("rkmate")
+
+GIVEN = "rkmate_given"
+"""The keyword under which the rest of a forward gets what sharded modules have returned."""
+AGREED = 3
+"""The step before which all ranks compare what they have measured."""
+KEPT = 64
+"""Signatures of the model whose plans are kept."""
+_SURELY = 1.1
+"""The multiple of an estimated budget that the first step has to exceed for a loss to be computed in chunks
+at once: from then on, last bits differ."""
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` gathers its parameters in hooks around the forward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def sharded_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the innermost sharded modules inside of a model, the model itself left out; without those of one
+    operation (an embedding, a head), where there are others."""
+    sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
+    layers = [m for m in sharded if not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
+    return [m for m in layers if not _is_one_operation(m)] or layers
+
+
+def _is_one_operation(module: nn.Module) -> bool:
+    return not isinstance(module, LARGE) and not any(True for _ in module.children()) and \
+        type(module).forward.__module__.startswith("torch.nn.modules.")
+
+
+# -- Stubs -----------------------------------------------------------------------------------------
+
+
+class Reached(BaseException):
+    """The last sharded module has returned: what follows is planned as a whole."""
+
+
+_stubs: weakref.WeakKeyDictionary[nn.Module, tuple[Sharded, nn.Module]] = weakref.WeakKeyDictionary()
+"""Of each stub, its model and the sharded module that it replaces."""
+
+
+class Stub(nn.Module):
+    """Replaces a sharded module while the rest of the forward is traced: it has its attributes, and returns
+    what it has returned."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module has returned in this step."""
+        model, module = _stubs[self]
+        return model.serve(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_stubs[self][1], name)
+
+
+class UnitCall:
+    """Replaces the call of a sharded module that has no plan, to see what it returns. Copies and pickles of
+    the module leave it out."""
+
+    __slots__ = ("_module", "_within")
+    is_planned = True
+    """A mark that tells the call from a compiled one."""
+
+    def __init__(self, module: nn.Module, within: Sharded) -> None:
+        self._module, self._within = module, within
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self._within.returned(self._module, own_call(self._module)(*args, **kwargs))
+
+
+# -- The model -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Signature:
+    """Calls of the model with equal arguments except for values."""
+
+    tail: int | bool | None = None
+    """The number of calls of sharded modules after which the rest is planned; False if it is not; None: not
+    known yet."""
+    calls: int = 0
+    """Steps that were begun."""
+    rest: Rest | None = None
+    """What is outside of all plans, once a step was measured."""
+    observed: list[tuple[Follower, Part]] = field(default_factory=list)
+    """The planned calls of the step that was measured."""
+    is_shared: bool = False
+    """Whether the budget was shared out."""
+
+
+class Sharded:
+    """A model with sharded layers, and one budget."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], planning: Planning) -> None:
+        """Raises `ArgumentError`: several calls before a backward were asked for."""
+        if planning.settings.calls != 1:
+            raise ArgumentError(f"calls is {planning.settings.calls}, and {type(model).__name__} has sharded "
+                                "layers, which share a budget as calls of one module do: apply a budget to "
+                                "each layer, with calls=layers times calls")
+        settings = planning.settings
+        self.planning = replace(planning, counts_calls=False, settings=replace(
+            settings, loss_bytes=0, parts="never", deferred_outputs="never",      # the parameters go again
+            opaque="auto" if settings.opaque == "auto" else (), offload=None))
+        """How parts are planned; layers may send data away, too."""
+        self._model = model
+        self._offload = settings.offload
+        self._weights = {layer: sum(p.nbytes for p in layer.parameters()) or 1 for layer in layers}
+        self.units = [m for m in model.modules() if m is not model and is_sharded(m) and not any(
+            m in above.modules() for above in model.modules()
+            if above not in (m, model) and is_sharded(above))]
+        """The outermost sharded modules."""
+        self._places = [(parent, name, unit) for parent in model.modules()
+                        for name, unit in submodules_of(parent).items()
+                        if unit is not None and any(unit is u for u in self.units)]
+        self._stand_ins: dict[nn.Module, nn.Module] = {}
+        for unit in self.units:
+            stub = self._stand_ins[unit] = Stub()
+            _stubs[stub] = self, unit
+        self.tail: Follower | None = None
+        """Plans for the rest of the forward; None where it is not planned."""
+        self._parts: list[Part] = []
+        self._chosen: dict[Follower, dict[Part, tuple[Way, Prototype]]] = {}
+        """For each planned module, the schedule that it follows for each part, and the plan of it."""
+        self._signatures: dict[Any, _Signature] = {}
+        self._now: _Signature | None = None
+        """That of the call which is running."""
+        self._step: tuple[_Signature, Observed] | None = None
+        self._until: RemovableHandle
+        """The hook that ends the measurement before an optimizer's step."""
+        self._steps = 0
+        self._returned: list[tuple[nn.Module, list[torch.Tensor], Structure]] = []
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        self._serving: list[tuple[nn.Module, list[torch.Tensor], Structure]] | None = None
+        self._own: Callable[..., Any] = model.forward
+        self._told: set[str] = set()
+
+    def planning_of(self, layer: nn.Module) -> Planning:
+        """Return how a layer is planned: the limit on data that is away is shared by bytes of parameters."""
+        offload = self._offload
+        return self.planning if offload is None else replace(self.planning, settings=replace(
+            self.planning.settings, offload=offload.part(self._weights[layer], sum(self._weights.values()))))
+
+    def set_up(self, own: Callable[..., Any], tail: Follower) -> None:
+        """Complete the model. `own`: its own forward; `tail`: the holder of plans for the rest of it."""
+        self._own, self.tail = own, tail
+
+    def take_away(self) -> None:
+        """Leave the calls of sharded modules without plans as they were."""
+        self._close()
+        for unit in self.units:
+            if isinstance(compiled_call(unit), UnitCall):
+                replace_call(unit, None)
+
+    # -- calls of the model ---------------------------------------------------------------
+
+    def called(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model, with its hooks."""
+        if GIVEN in kwargs:
+            return self.rest_of_forward(*args, **kwargs)
+        if self._now is not None:
+            return call(*args, **kwargs)
+        self._close()
+        if is_unobserved():
+            return call(*args, **kwargs)
+        self._steps += 1
+        tensors, structure, constants = take_call_apart(args, kwargs)
+        key = (tuple((t.shape, t.dtype, t.requires_grad) for t in tensors), structure,
+               tuple(map(by_content, constants)), self._model.training)
+        now = self._signatures.setdefault(key, _Signature())
+        if len(self._signatures) > KEPT:
+            self._forget(next(iter(self._signatures)))
+        self._share_out(now, ranks_that_share(self._model) if self._steps == AGREED else None)
+        now.calls += 1
+        if now.calls > 1 and now.rest is None:
+            self._observe(now, (args, kwargs))
+        self._now = now
+        try:
+            return call(*args, **kwargs)
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            self._now = None
+            self._returned = []
+
+    def _forget(self, key: Any) -> None:
+        """Forget a signature, and the plans that no other one has."""
+        old = {part for _, part in self._signatures.pop(key).observed}
+        old -= {part for s in self._signatures.values() for _, part in s.observed}
+        self._parts = [part for part in self._parts if part not in old]
+        for follower, chosen in self._chosen.items():
+            if chosen.keys() & old:
+                self._chosen[follower] = {part: c for part, c in chosen.items() if part not in old}
+                follower.cache.follow([p for _, p in self._chosen[follower].values()])
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's forward inside of its hooks: as it is up to the last sharded module, then the plan
+        of the rest."""
+        if GIVEN in kwargs:
+            return self.rest_of_forward(*args, **kwargs)
+        if self._now is None or is_unobserved():
+            return self._own(*args, **kwargs)
+        self._arguments = args, kwargs
+        try:
+            return self._own(*args, **kwargs)
+        except Reached:
+            assert self.tail is not None
+        finally:
+            self._arguments = (), {}
+        with self._stubs():
+            return self.tail.forward(*args, **kwargs, **{GIVEN: self._given()})
+
+    def returned(self, module: nn.Module, result: Any) -> Any:
+        """A sharded module has returned."""
+        now = self._now
+        if now is None or now.tail is False or self.tail is None or module not in self._stand_ins \
+                or self._serving is not None or is_unobserved():
+            return result
+        self._returned.append((module, *take_apart(result, result=True)))
+        number = len(self._returned)
+        if now.tail is None and module is self.units[-1]:
+            now.tail = number
+        if now.tail == number:
+            if self._is_rest_planned(self.tail):
+                raise Reached
+            now.tail = False
+        if now.tail is False:
+            self._returned = []
+        return result
+
+    # -- the rest of the forward ----------------------------------------------------------
+
+    def _given(self) -> list[torch.Tensor]:
+        return [t for _, tensors, _ in self._returned for t in tensors]
+
+    @contextmanager
+    def _stubs(self) -> Iterator[None]:
+        """Replace the sharded modules by their stubs."""
+        for parent, name, unit in self._places:
+            submodules_of(parent)[name] = self._stand_ins[unit]
+        try:
+            yield
+        finally:
+            for parent, name, unit in self._places:
+                submodules_of(parent)[name] = unit
+
+    def _is_rest_planned(self, tail: Follower) -> bool:
+        """Return whether there is a plan for the rest of the forward; it is made if there can be one."""
+        args, kwargs = self._arguments
+        kwargs = {**kwargs, GIVEN: self._given()}
+        with self._stubs():
+            key, _ = guards_of(tail.reader, args, kwargs)
+            if tail.cache.find(key) is not None:
+                return True
+            try:
+                self.provide(tail, key, args, kwargs)
+                tail.cache.make(key, args, kwargs)
+            except RkmateError as error:
+                logger.info("the rest of the forward of %s, after its last sharded module, runs as it is: %s",
+                            type(self._model).__name__, error)
+                return False
+        return True
+
+    def rest_of_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward with the given results of sharded modules. Raises `CaptureError` if it
+        calls other sharded modules than the step did."""
+        given = iter(kwargs.pop(GIVEN))
+        served = [(module, [next(given) for _ in tensors], structure)
+                  for module, tensors, structure in self._returned]
+        before, self._serving = self._serving, served
+        try:
+            with self._stubs():
+                result = self._own(*args, **kwargs)
+            if self._serving:
+                raise CaptureError("the forward calls fewer sharded modules with their results given")
+            return result
+        finally:
+            self._serving = before
+
+    def serve(self, module: nn.Module) -> Any:
+        """Return the given result of a sharded module."""
+        if not self._serving or self._serving[0][0] is not module:
+            raise CaptureError("the forward calls sharded modules in another order")
+        _, tensors, structure = self._serving.pop(0)
+        # A copy marks the place in the graph from which on the rest begins.
+        return structure.fill([t.clone() for t in tensors])
+
+    # -- plans ----------------------------------------------------------------------------
+
+    def provide(self, follower: Follower, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Give a planned module a plan for a call that it has none for: the leanest, or what others like it
+        follow."""
+        model, chosen = follower.original, self._chosen.setdefault(follower, {})
+        part = next((p for p in self._parts if p.example.fits(model, key)), None)
+        if part in chosen:
+            return
+        if part is None:
+            part = self._new_part(follower, key, args, kwargs)
+            self._parts.append(part)
+        chosen[part] = part.first, part.example
+        follower.cache.follow([p for _, p in chosen.values()])
+        self._close()
+        if self._now is not None:               # the next step is measured (again)
+            self._now.rest, self._now.is_shared, self._now.calls = None, False, 1
+
+    def _new_part(self, follower: Follower, key: Guards, args: tuple[Any, ...],
+                  kwargs: dict[str, Any]) -> Part:
+        planning, model = follower.cache.planning, follower.original
+        settings = replace(planning.settings, loss_bytes=0)
+        with planning_lock, gc_pause(), without_saved_tensor_hooks():
+            refuse_what_cannot_repeat(model, args, kwargs, hooks_outside=True)
+            traced = trace(model, args, kwargs, settings, Progress(planning.progress))
+            if follower is self.tail:
+                _refuse_what_would_run_twice(traced.capture)
+                _drop_beginning(traced.capture, len(self._returned[-1][1]))
+
+            def limit(blocked: Blocked) -> int:
+                costs = analytic_costs(blocked.partition)
+                counted = with_operation_costs(blocked, [costs[i] for i in range(len(costs))])
+                return max(1, self.planning.budget.of(self._about() + counted.baseline_peak) // 2)
+
+            part = Part(model, key, traced, [ways_of(traced, planning.planner, limit, 0.0)])
+            if traced.settings.chunked_loss == "auto" and block(traced).concerned.get(CHUNKED_LOSS.name):
+                variant = together([*first(traced.settings).rows, CHUNKED_LOSS])
+                part.forms.append(ways_of(traced, planning.planner, limit, 0.0, variant))
+                part.is_changed_at_once = self._is_surely_too_large(part)
+        cast(dict[Any, Any], traced.tensors).clear()         # they belong to this call
+        return part
+
+    def _own_bytes(self) -> int:
+        """Return the bytes of the model's own parameters, gathered for the whole step."""
+        inside = {m for unit in self.units for m in unit.modules()}
+        return sum(p.nbytes for m in self._model.modules() if m not in inside
+                   for p in m.parameters(recurse=False))
+
+    def _about(self) -> int:
+        """Return the bytes that the planned calls of a step would save without recomputation, and those of
+        the model's own parameters."""
+        return self._own_bytes() + sum(
+            part.whole.saved for chosen in self._chosen.values() for part in chosen)
+
+    def _is_surely_too_large(self, loss: Part) -> bool:
+        """Return whether a step that computes the loss as the original does exceeds the budget, even if all
+        layers save as little as they can."""
+        budget = self.planning.budget.of(self._about() + loss.whole.saved + loss.whole.extra)
+        layers = sum(part.least_saved for chosen in self._chosen.values() for part in chosen)
+        least = min(w.saved + w.extra for w in loss.forms[0].ways)
+        return self._own_bytes() + layers + least > _SURELY * budget
+
+    # -- a step ---------------------------------------------------------------------------
+
+    def _observe(self, now: _Signature, given: Any) -> None:
+        place = devices.common([*self._model.parameters(), *self._model.buffers(), *tensors_in(given)])
+        try:
+            self._step = now, Observed(place.parts_meter())
+            self._until = register_optimizer_step_pre_hook(lambda *_: self._close())
+        except MeterError as error:
+            if "meter" not in self._told:
+                self._told.add("meter")
+                warn(f"the step of {type(self._model).__name__} cannot be measured now, and its sharded "
+                     f"layers hold as little as they can until it is: {error}")
+
+    def _close(self) -> None:
+        """End the observation of a step, and note what it has shown."""
+        if self._step is None:
+            return
+        (signature, step), self._step = self._step, None
+        self._until.remove()
+        step.close()
+        signature.rest = step.rest()
+        signature.observed = [(follower, part) for follower, part, _ in step.calls]
+
+    @contextmanager
+    def running(self, follower: Follower) -> Iterator[None]:
+        """Around a planned call."""
+        step = None if self._step is None or self._now is not self._step[0] else self._step[1]
+        if step is None:
+            yield
+            return
+        step.forward_begins()
+        yield
+        if self._step is None:                  # given up
+            return
+        opened = follower.cache.open_calls.now()
+        capture = follower.cache.latest_capture
+        found = next(((part, way) for part, (way, _) in self._chosen.get(follower, {}).items()
+                      if part.traced.capture is capture), None)
+        if not opened or found is None:
+            self._close()
+            return
+        step.forward_over(opened[-1], follower, *found)
+
+    # -- sharing --------------------------------------------------------------------------
+
+    def _share_out(self, now: _Signature, ranks: Ranks | None) -> None:
+        """Share the budget out, if a step of this signature was measured. `ranks`: all take the largest
+        figures of any, and if there is no plan for one of them, all raise."""
+        if ranks is not None:
+            own = now.rest or next((s.rest for s in self._signatures.values() if s.rest is not None), None)
+            found = [Rest(*map(int, text.split(",")))
+                     for text in ranks.told("" if own is None else ",".join(map(str, own))) if text]
+            if now.rest is not None:
+                now.rest = functools.reduce(Rest.together, found, now.rest)
+        refused: InfeasibleBudget | None = None
+        if now.rest is not None and not now.is_shared:
+            try:
+                self._share(now)
+            except InfeasibleBudget as error:
+                if ranks is None and several_ranks():   # others may wait for this rank in a collective
+                    warn(f"{error}. Its steps take that")
+                else:
+                    refused = error
+        if ranks is not None:
+            least = max((int(text) for text in ranks.told(
+                "" if refused is None else str(refused.minimum_bytes)) if text), default=None)
+            if least is not None:
+                raise refused or InfeasibleBudget(
+                    f"{type(self._model).__name__} is sharded, and no plans of its layers on another rank "
+                    f"keep to the budget: the smallest that can be met there is about {least:,} bytes", least)
+        elif refused is not None:
+            raise refused
+
+    def _share(self, now: _Signature) -> None:
+        """Share the budget out among the calls of a step. Raises `InfeasibleBudget`: the leanest plans are
+        followed then."""
+        parts = {part for _, part in now.observed}
+        alike = [s.rest for s in self._signatures.values()
+                 if s.rest is not None and (
+                     s is now or (s.is_shared and parts & {p for _, p in s.observed}))]
+        rest = functools.reduce(Rest.together, alike)
+        now.is_shared = True
+        name = type(self._model).__name__
+        budget = self.planning.budget.of(rest.plain)
+        beside = max(rest.beside, 0)
+        alone = max(rest.alone, beside)
+        whole = sum(part.whole.saved for _, part in now.observed)
+        share = max(0.0, (budget - alone) / max(1, whole))
+        for part in dict.fromkeys(part for _, part in now.observed):
+            part.forms = [more_ways(form, share) for form in part.forms]
+        calls: dict[tuple[Follower, Part], int] = {}
+        for follower, part in now.observed:
+            calls[follower, part] = calls.get((follower, part), 0) + 1
+        items = [Item(part.ways, count) for (_, part), count in calls.items()]
+        choice = share_out(items, budget - beside, alone - beside)
+        least = max(rest.early, smallest_limit(items, alone - beside) + beside)
+        if choice is None or rest.early > budget:
+            raise InfeasibleBudget(
+                f"{name} is sharded, and no plans of its layers keep a step within {budget:,} bytes: what is "
+                "outside of all plans (gathered parameters, their gradients, buffers of the exchange) takes "
+                f"up to {max(alone, rest.early):,}, and the smallest budget that can be met is about "
+                f"{least:,} bytes ({least / max(1, rest.plain):.0%} of the step's own peak of about "
+                f"{rest.plain:,} bytes)", least)
+        for ((follower, part), _), number in zip(calls.items(), choice.ways, strict=True):
+            plan = part.prototype(number, choice.extra)
+            self._chosen[follower][part] = part.ways[number], plan
+            form, _ = part.form_of(number)
+            variant = form.solved.prepared.blocked.variant
+            if form is not part.forms[0]:
+                warn(variant.warning("nothing else keeps to the budget, or this is faster", "keeps its bits",
+                                     form.solved.prepared.blocked.concerned))
+            follower.cache.follow([p for _, p in self._chosen[follower].values()])
+            follower.cache.planning = replace(
+                follower.cache.planning, budget=Budget(bytes=part.ways[number].saved + choice.extra),
+                settings=replace(follower.cache.planning.settings, loss_bytes=choice.extra))
+        taken = max(rest.early, beside + choice.saved + max(choice.extra, alone - beside))
+        logger.warning("%s is sharded: from this step on, a step takes about %s bytes of the budget of %s. "
+                       "Outside of all plans are up to %s bytes (gathered parameters, their gradients, "
+                       "buffers of the exchange)", name, f"{taken:,}", f"{budget:,}",
+                       f"{max(alone, rest.early):,}")
+
+
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+
+
+def _refuse_what_would_run_twice(capture: Capture) -> None:
+    """Raise `CaptureError` where the beginning of a forward, which runs again in the trace of its rest, has
+    effects."""
+    if capture.mutations or capture.assigned or capture.effects or capture.recipe is not None:
+        raise CaptureError("it changes buffers or attributes, or reads values of inputs")
+
+
+def _drop_beginning(capture: Capture, count: int) -> None:
+    """Drop from a graph what computes nothing of the rest of a forward: what has run before the sharded
+    modules. `count`: tensors that the last of them has returned.
+
+    Raises `CaptureError` if the rest depends on random numbers that were drawn there.
+    """
+    given = sorted((int(s.key), n) for n, s in capture.sources.items() if s.kind == "input")[-count:]
+    copies = {user for _, node in given for user in node.users}
+    earlier: list[fx.Node] = []
+    for node in capture.graph.nodes if copies else ():
+        if node in copies:
+            break
+        earlier.append(node)
+    handed = {n for n in capture.outputs if n is not None} | {n for _, n in capture.grads}
+    for node in reversed(earlier):
+        if node.op == "call_function" and not node.users and node not in handed:
+            capture.graph.erase_node(node)
+        elif node.op == "call_function" and is_random(node):
+            raise CaptureError("its rest reads random numbers that were drawn at the beginning")
+    if all(n.target in _COPIES for n in capture.graph.nodes if n.op == "call_function"):
+        raise CaptureError("nothing is computed after its last sharded module")

@@ -1,0 +1,141 @@
+"""Four gloo processes: replicas, tensor-parallel models with sequence parallelism, and models that are tensor
+parallel and sharded, with the bits of the original within the budget."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rkmate
+from rkmate import device as devices
+from rkmate.ilp import OptionSettings
+from rkmate.pipeline.settings import Settings
+from rkmate.planners.settings import PlannerSettings
+from tests.semantics.ranks import Found, found_by_ranks
+
+pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
+              pytest.mark.xdist_group("two processes"), pytest.mark.slow]
+
+QUICK = Settings(costs="analytic", options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
+                 planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
+STEPS, WIDTH = 4, 64
+KINDS = ("replicas", "tensor and sequence parallel", "tensor parallel and sharded")
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _made(kind: str) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    net = _Net()
+    if kind == "replicas":
+        return net
+    if kind == "tensor and sequence parallel":
+        mesh = init_device_mesh("cpu", (4,))
+        ways: dict[str, Any] = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
+                                "down": RowwiseParallel(output_layouts=Shard(1))}
+        for block in net.blocks:
+            parallelize_module(block, mesh, ways)
+        return net
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensors"))
+    for block in net.blocks:
+        parallelize_module(block, both["tensors"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=both["shards"])
+    return fully_shard(net, mesh=both["shards"])
+
+
+def _whole(t: Any) -> torch.Tensor:
+    whole: torch.Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
+    return whole.detach().clone()
+
+
+def _trained(net: nn.Module, run: Callable[..., torch.Tensor], kind: str, rank: int
+             ) -> tuple[list[torch.Tensor], int]:
+    """Return losses and gradients of steps, and the peak of the last. Ranks that share a batch have the same;
+    with sequence parallelism, each has a part of its own."""
+    found, peak = [], 0
+    seed = rank // 2 if kind == "tensor parallel and sharded" else rank
+    for k in range(STEPS):
+        x = torch.randn(8, 64, WIDTH, generator=torch.Generator().manual_seed(10 * k + seed))
+        net.zero_grad()
+
+        def step(x: torch.Tensor = x) -> None:
+            loss = run(x).square().mean()
+            loss.backward()
+            found.append(_whole(loss))
+
+        if k == STEPS - 1:
+            peak = devices.of(x).measure_peak(step).peak
+        else:
+            step()
+        found += [_whole(p.grad) for p in net.parameters()]
+    return found, peak
+
+
+def _compared(rank: int, kind: str) -> dict[str, Any]:
+    def wrapped(net: nn.Module) -> Callable[..., torch.Tensor]:
+        return nn.parallel.DistributedDataParallel(net) if kind == "replicas" else net
+
+    plain = _made(kind)
+    theirs, before = _trained(plain, wrapped(plain), kind, rank)
+    net = _made(kind)
+    rkmate.apply(net, budget=int(0.8 * before), progress=False, settings=QUICK)
+    mine, after = _trained(net, wrapped(net), kind, rank)
+    return {"equal": len(mine) == len(theirs) and all(map(torch.equal, mine, theirs)),
+            "before": before, "after": after,
+            "far": max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, theirs, strict=True))}
+
+
+TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    kind: functools.partial(_compared, kind=kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What all ranks have found, by task."""
+    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"), count=4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_and_budget(found: Found, kind: str) -> None:
+    assert len(found[kind]) == 4
+    for mine in found[kind]:
+        assert "failed" not in mine, mine["failed"]
+        # DistributedDataParallel sums four ranks' gradients in the order of its buckets.
+        assert mine["equal"] or (kind == "replicas" and mine["far"] < 1e-6), mine
+        assert mine["after"] <= 0.8 * mine["before"], mine

@@ -1,0 +1,103 @@
+"""Two gloo processes with planned pipeline stages, several microbatches in flight: losses and gradients are
+those of the original, within the budget. Zero bubble schedules split the backward."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rkmate
+from rkmate import device as devices
+from rkmate.ilp import OptionSettings
+from rkmate.pipeline.settings import Settings
+from rkmate.planners.settings import PlannerSettings
+from tests.semantics.ranks import Found, found_by_ranks
+
+pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
+              pytest.mark.xdist_group("two processes")]
+
+QUICK = Settings(costs="analytic", options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
+                 planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
+MICROBATCHES, STEPS, WIDTH = 4, 2, 64
+KINDS = ("1F1B", *(() if torch.__version__.startswith(("2.11.", "2.12.")) else ("ZBV",)))
+"""Before torch 2.13, torch cannot split the backward of a function that is written in Python."""
+
+
+def _stage(number: int) -> nn.Sequential:
+    torch.manual_seed(number)
+    return nn.Sequential(*(layer for _ in range(2) for layer in (
+        nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH))))
+
+
+def _trained(rank: int, kind: str, budget: float | None) -> tuple[list[torch.Tensor], int, int]:
+    """Return losses and gradients of steps, the peak of the last, and the budget of the rank's stages."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
+
+    mine = [rank] if kind == "1F1B" else [rank, 3 - rank]
+    count = 2 * len(mine)
+    models = [_stage(k) for k in mine]
+    x = torch.randn(32, 16, WIDTH, generator=torch.Generator().manual_seed(0))
+    runs: list[Any] = models if budget is None else [rkmate.wrap(
+        m, (x[:8].clone().requires_grad_(k > 0),), budget=budget, calls=MICROBATCHES, progress=False,
+        settings=QUICK) for k, m in zip(mine, models, strict=True)]
+    stages = [PipelineStage(run, k, count, torch.device("cpu"), input_args=(x[:8],))
+              for k, run in zip(mine, runs, strict=True)]
+    schedule = Schedule1F1B if kind == "1F1B" else ScheduleZBVZeroBubble
+    steps = schedule(stages[0] if kind == "1F1B" else stages, n_microbatches=MICROBATCHES,
+                     loss_fn=nn.functional.mse_loss)
+    parameters = [p for m in models for p in m.parameters()]
+    found: list[torch.Tensor] = []
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    peak = 0
+    for k in range(STEPS):
+        losses: list[torch.Tensor] = []
+
+        def step(losses: list[torch.Tensor] = losses) -> None:
+            steps.step(*((x,) if 0 in mine else ()),
+                       **({"target": x.flip(0), "losses": losses} if count - 1 in mine else {}))
+
+        if k == STEPS - 1:
+            peak = devices.of(x).measure_peak(step).peak
+        else:
+            step()
+        found += [*(loss.detach() for loss in losses), *(p.grad.clone() for p in parameters
+                                                         if p.grad is not None)]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+    return found, peak, 0 if budget is None else sum(run.plan.budget_bytes for run in runs)
+
+
+def _compared(rank: int, kind: str) -> dict[str, Any]:
+    plain, before, _ = _trained(rank, kind, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", rkmate.RkmateWarning)
+        mine, after, budget = _trained(rank, kind, 0.6)
+    return {"equal": len(mine) == len(plain) and all(map(torch.equal, mine, plain)), "before": before,
+            "after": after, "budget": budget}
+
+
+TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    kind: functools.partial(_compared, kind=kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What both ranks have found, by task."""
+    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_keep_bits_and_budget(found: Found, kind: str) -> None:
+    for mine in found[kind]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine["equal"]
+        assert mine["after"] <= mine["budget"], mine
+        assert mine["after"] < mine["before"], mine

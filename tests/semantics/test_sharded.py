@@ -1,0 +1,216 @@
+"""Two gloo processes with models that `fully_shard` has sharded: one budget for the step of a rank, with
+gathered parameters, the head and the loss."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rkmate
+from rkmate import device as devices
+from rkmate.ilp import OptionSettings
+from rkmate.pipeline.settings import Settings
+from rkmate.planners.settings import PlannerSettings
+from tests.semantics.ranks import Found, found_by_ranks
+
+pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
+              pytest.mark.xdist_group("two processes")]
+
+QUICK = Settings(costs="analytic", options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
+                 planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
+STEPS = 4
+WORDS, WIDTH = 4096, 64
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class _LowRank(nn.Module):
+    """A frozen linear layer, and a trained one of low rank next to it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class _Last(nn.Module):
+    """A head with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())
+
+
+class _Net(nn.Module):
+    """Words, layers, and the loss of a head: with dropout before the layers, which the rest of the forward
+    does not draw again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.dropout = nn.Embedding(WORDS, WIDTH), nn.Dropout(0.1)
+        self.layers = nn.ModuleList(_Block() for _ in range(3))
+        self.last = _Last()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(self.words(ids))
+        for layer in self.layers:
+            x = layer(x)
+        loss: torch.Tensor = self.last(x, ids)
+        return loss
+
+
+def _made(kind: str) -> _Net:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    net, how = _Net(), {"mesh": init_device_mesh("cpu", (2,))}
+    if kind == "bfloat16":
+        how["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if kind == "low rank":
+        net.requires_grad_(False)
+        for layer in net.layers:
+            layer.up = _LowRank(layer.up)
+    for layer in net.layers:
+        if kind == "nested":
+            fully_shard(layer.up, **how)
+        fully_shard(layer, **how)
+    if kind == "head by itself":
+        fully_shard(net.words, **how)
+        fully_shard(net.last, **how)
+    return fully_shard(net, **how)
+
+
+def _trained(net: _Net, rank: int) -> tuple[list[torch.Tensor], list[int], dict[str, int]]:
+    """Return the losses and the gradients of some steps, the peaks of all but the second (in which the model
+    is measured by itself) and the last, and the collectives of the last."""
+    found: list[torch.Tensor] = []
+    peaks: list[int] = []
+    seen = None
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    for k in range(STEPS):
+        torch.manual_seed(10 * k + rank)
+        ids = torch.randint(0, WORDS, (8, 32))
+
+        def step(ids: torch.Tensor = ids) -> None:
+            loss = net(ids)
+            loss.backward()
+            found.append(loss.detach())
+            found.append(torch.get_rng_state())
+
+        if k == STEPS - 1:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+                step()
+        elif k == 1:
+            step()
+        else:
+            peaks.append(devices.of(ids).measure_peak(step).peak)
+        found += [p.grad.full_tensor().clone() for p in net.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen is not None
+    return found, peaks, dict(Counter(e.name for e in seen.events() if e.name.startswith("gloo:")))
+
+
+@functools.cache
+def _plain(kind: str, rank: int) -> tuple[list[torch.Tensor], list[int], dict[str, int]]:
+    return _trained(_made(kind), rank)
+
+
+def _planned(rank: int, kind: str, share: float) -> dict[str, Any]:
+    """Train with a budget that is a share of the original step's peak."""
+    plain, peaks, count = _plain(kind, rank)
+    budget = int(share * max(peaks))
+    net = _made(kind)
+    rkmate.apply(net, budget=budget, progress=False, settings=QUICK)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        mine, after, own = _trained(net, rank)
+    rest = rkmate.applied(net.last if kind == "head by itself" else net)
+    return {"equal": all(map(torch.equal, mine, plain)) and len(mine) == len(plain),
+            "close": all(torch.allclose(a.float(), b.float(), rtol=1e-4, atol=1e-5)
+                         for a, b in zip(mine, plain, strict=True)),
+            "exchanges": [count, own], "peaks": after, "budget": budget, "plain": max(peaks),
+            "said": [str(w.message) for w in said if w.category is rkmate.RkmateWarning],
+            "rest": None if rest is None else rest.plan.variant,
+            "layers": [_shown(layer) for layer in net.layers]}
+
+
+def _shown(layer: _Block) -> bool:
+    return any((found := rkmate.applied(m)) is not None and found.has_plan for m in layer.modules())
+
+
+def _refused(rank: int) -> dict[str, Any]:
+    net = _made("plain")
+    rkmate.apply(net, budget=0.05, progress=False, settings=QUICK)
+    try:
+        _trained(net, rank)
+    except rkmate.InfeasibleBudget as error:
+        return {"error": str(error), "least": error.minimum_bytes}
+    return {"failed": "not refused"}
+
+
+KINDS = {"bfloat16": 0.8, "nested": 0.9, "low rank": 0.8}
+TIGHT = {"plain": 0.6, "head by itself": 0.5}
+"""Shares for which the loss has to be computed in chunks."""
+TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    **{kind: functools.partial(_planned, kind=kind, share=share) for kind, share in KINDS.items()},
+    **{kind: functools.partial(_planned, kind=kind, share=share) for kind, share in TIGHT.items()},
+    "refused": _refused}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What both ranks have found, by task."""
+    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_keeps_to_the_budget_with_the_bits_of_the_original(found: Found, kind: str) -> None:
+    for mine in found[kind]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine["equal"]
+        assert all(mine["layers"])
+        assert mine["exchanges"][0] == mine["exchanges"][1] != {}
+        assert max(mine["peaks"]) <= mine["budget"], mine
+
+
+@pytest.mark.parametrize("kind", TIGHT)
+def test_the_loss_is_computed_in_chunks_where_nothing_else_fits(found: Found, kind: str) -> None:
+    for mine in found[kind]:
+        assert "failed" not in mine, mine["failed"]
+        assert "chunked-loss" in mine["rest"]
+        assert mine["close"]
+        assert mine["exchanges"][0] == mine["exchanges"][1] != {}
+        assert max(mine["peaks"]) <= mine["budget"], mine
+        assert any("a few rows at a time" in text for text in mine["said"])
+
+
+def test_a_budget_that_cannot_be_met_is_refused_on_all_ranks(found: Found) -> None:
+    for mine in found["refused"]:
+        assert "failed" not in mine, mine["failed"]
+        assert f"{mine['least']:,} bytes" in mine["error"]
+        assert "outside of all plans" in mine["error"]
