@@ -277,7 +277,8 @@ class Bench:
     def _planned(self, budget: int) -> tuple[int, float | None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", rkmate.RkmateWarning)
-            self.wrapped = rkmate.wrap(self.model, self.inputs, budget=budget, progress=False)
+            self.wrapped = rkmate.wrap(self.model, self.inputs, budget=budget, progress=False,
+                                       settings=rkmate.Settings(tiles="auto"))
         return self._beside(lambda: self.wrapped(*self.inputs), self.model)
 
     def _beside(self, forward: Callable[[], Any], module: nn.Module) -> tuple[int, float | None]:

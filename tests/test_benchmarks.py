@@ -418,7 +418,7 @@ def test_smallest_budgets_in_tiles(on_the_path: None, tmp_path: Path, monkeypatc
     small = ("convolutions, 4 x 3 x 16 x 16", lambda: (
         tiles._chain([3, 8, 32]), (torch.randn(4, 3, 16, 16), torch.randint(0, 10, (4,)))))
     page, rows = tmp_path / "tiles.md", tmp_path / "rows.jsonl"
-    page.write_text(f"before\n{tiles._BEGIN}{tiles._END}after\n", encoding="utf-8")
+    page.write_text(f"before\n{tiles._BEGIN}{tiles._END}\nafter\n", encoding="utf-8")
     monkeypatch.setattr(tiles, "MODELS", {"small": small})
     monkeypatch.setattr(tiles, "PAGE", page)
     monkeypatch.setattr(sys, "argv", ["tiles.py", "--models", "all", "--rows", str(rows), "--write"])
