@@ -38,7 +38,7 @@ from rkmate.support.warn import PACKAGE
 FORMAT = 1
 """Grows when the content of an entry changes its meaning."""
 _FIELDS = ("peak_bytes", "step_seconds", "bound_seconds", "minimum_bytes", "note", "baseline_peak_bytes",
-           "baseline_seconds")
+           "baseline_seconds", "first_seconds")
 Reason = tuple[str, str]
 """Why a variant was taken, and what the settings that forbid it would do: the parts of a warning."""
 

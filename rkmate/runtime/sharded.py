@@ -182,7 +182,7 @@ class Sharded:
         """For each planned module, the schedule that it follows for each part, and the plan of it."""
         self._signatures: dict[Any, _Signature] = {}
         self._now: _Signature | None = None
-        """That of the call which is running."""
+        """The signature of the call that is running."""
         self._step: tuple[_Signature, Observed] | None = None
         self._until: RemovableHandle
         """The hook that ends the measurement before an optimizer's step."""

@@ -101,7 +101,7 @@ def _as_the_kernel(trace: Callable[..., Any], on_cpu: Layout | None, on_gpus: La
 # -- Results without arithmetic --------------------------------------------------------------------
 #
 # Torch finds the form of a batch norm's results by tracing two dozen operations, each time anew: a third of
-# the capture of a network of convolutions.
+# the capture of a DenseNet.
 
 Form = Callable[..., Any]
 """An operation's results, of the right shapes and types, or NotImplemented."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate import device as devices
 from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.passes.joint import Joint, readers_of
 from rkmate.graph.passes.tiles.cuts import EVEN, piece, summand
@@ -285,7 +286,7 @@ def _columns(node: fx.Node, share: float = 1.0) -> float:
     """Return the bytes of the windows of a small volume, which torch's kernel on a CPU lays side by side.
     `share`: of the dimension that is cut."""
     if node.target is not aten.convolution.default or value_of(node).dim() != 5 \
-            or value_of(node).device.type != "cpu":
+            or not devices.of(value_of(node)).cpu_kernels:
         return 0.0
     x, (made, channels, *kernel) = shape_of(node.args[0]), shape_of(node.args[1])
     if node.args[6] or node.args[8] != 1 or math.prod(x[:4]) * share > _SMALL_VOLUME:
