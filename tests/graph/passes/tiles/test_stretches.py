@@ -66,7 +66,8 @@ def test_what_fits_without_tiles_runs_without() -> None:
 
 
 @pytest.mark.parametrize(("norm", "shape"), [
-    (nn.BatchNorm2d(16), (8, 3, 16, 16)), (nn.GroupNorm(2, 16), (1, 3, 64, 16))], ids=["images", "bands"])
+    pytest.param(nn.BatchNorm2d(16), (8, 3, 16, 16), id="images"),
+    pytest.param(nn.GroupNorm(2, 16), (1, 3, 64, 16), id="bands", marks=pytest.mark.slow)])
 def test_statistics_of_norms_are_whole_inputs(norm: nn.Module, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), norm, nn.ReLU(), nn.Conv2d(16, 4, 3, padding=1))
