@@ -21,7 +21,8 @@ from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
 from tests.semantics.ranks import Found, found_by_ranks
 
-pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
+# Gloo's threads let go of buffers late, by chance: what the measured step shows differs from run to run.
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
 
 QUICK = Settings(costs="analytic", options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
