@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,3 +82,21 @@ def add_row(row: Any, path: Path | None) -> None:
     if path is not None:
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def options_of(about: str | None, models: Iterable[str], rows: Path, page: Path
+               ) -> tuple[argparse.Namespace, list[str]]:
+    """The options of a benchmark whose rows stand in a page, and the models that are asked for."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--models", default="", help=f"all, or some of {', '.join(models)}")
+    parser.add_argument("--repeats", type=int, default=0, help="steps that are timed; 0: memory alone")
+    parser.add_argument("--rows", type=Path, default=rows)
+    parser.add_argument("--write", action="store_true", help=f"write {page.name}")
+    options = parser.parse_args()
+    return options, [*models] if options.models == "all" else [*filter(None, options.models.split(","))]
+
+
+def write_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Replace what stands between two marks of a page."""
+    head, rest = page.read_text(encoding="utf-8").split(begin)
+    page.write_text(f"{head}{begin}{text}{end}{rest.split(end)[1]}", encoding="utf-8")

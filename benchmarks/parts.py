@@ -9,7 +9,6 @@ are medians of steps taken in turn with plain ones.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
 import re
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from beside import add_row, peak_of, read_rows, step
+from beside import add_row, options_of, peak_of, read_rows, step, write_between
 from field import Notices, seed_all
 from field_scenarios import (
     DETR,
@@ -326,20 +325,13 @@ def _cell(row: Row) -> str:
 
 def main() -> None:
     """Measure models, or write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="", help=f"all, or some of {', '.join(MODELS)}")
-    parser.add_argument("--repeats", type=int, default=0, help="steps that are timed; 0: memory alone")
-    parser.add_argument("--rows", type=Path, default=ROWS)
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
-    for name in MODELS if options.models == "all" else filter(None, options.models.split(",")):
+    options, asked = options_of(__doc__, MODELS, ROWS, PAGE)
+    for name in asked:
         for row in Bench(name, options.repeats).rows():
             add_row(row, options.rows)
     if options.write:
         latest = {(row.model, row.method): row for row in read_rows(Row, options.rows)}
-        head, rest = PAGE.read_text(encoding="utf-8").split(_BEGIN)
-        rows = table(list(latest.values()))
-        PAGE.write_text(f"{head}{_BEGIN}{rows}{_END}{rest.split(_END)[1]}", encoding="utf-8")
+        write_between(PAGE, _BEGIN, _END, table(list(latest.values())))
 
 
 if __name__ == "__main__":

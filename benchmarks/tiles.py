@@ -7,7 +7,6 @@ Times need a quiet machine: ``--repeats 5``. Without repeats, memory alone is me
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import warnings
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from beside import add_row, beside, peak_of, read_rows
+from beside import add_row, beside, options_of, peak_of, read_rows, write_between
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -343,21 +342,14 @@ def _size(error: float) -> str:
 
 def main() -> None:
     """Measure models, or write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="", help=f"all, or some of {', '.join(MODELS)}")
-    parser.add_argument("--repeats", type=int, default=0, help="steps that are timed; 0: memory alone")
-    parser.add_argument("--rows", type=Path, default=ROWS)
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
-    for name in MODELS if options.models == "all" else filter(None, options.models.split(",")):
+    options, asked = options_of(__doc__, MODELS, ROWS, PAGE)
+    for name in asked:
         row = Bench(name, options.repeats).row()
         add_row(row, options.rows)
         print(table([row]), flush=True)
     if options.write:
         latest = {row.model: row for row in read_rows(Row, options.rows)}
-        head, rest = PAGE.read_text(encoding="utf-8").split(_BEGIN)
-        rows = table([latest[name] for name in MODELS if name in latest])
-        PAGE.write_text(f"{head}{_BEGIN}{rows}{_END}{rest.split(_END)[1]}", encoding="utf-8")
+        write_between(PAGE, _BEGIN, _END, table([latest[name] for name in MODELS if name in latest]))
 
 
 if __name__ == "__main__":

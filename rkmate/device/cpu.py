@@ -16,6 +16,7 @@ from torch.autograd import profiler
 
 from rkmate.device import events
 from rkmate.device.kept_pages import give_back_free_pages
+from rkmate.device.protocol import PartsMeter
 from rkmate.devices import HOST
 from rkmate.errors import ArgumentError
 from rkmate.ir.simulate import Peak
@@ -105,7 +106,7 @@ class Cpu:
         return ends_by_threads(call, begin, out, back, compute)
 
 
-class EventsMeter:
+class EventsMeter(PartsMeter):
     """The peak of each of several parts of one run, from one profile of it."""
 
     def __init__(self) -> None:
@@ -139,9 +140,6 @@ class EventsMeter:
                 k += 1
             found[number] = before, peak
         return found
-
-    def peaks(self) -> dict[int, int]:
-        return {number: peak - before for number, (before, peak) in self.levels().items()}
 
 
 _MARK = "rkmate part "

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rkmate.device.protocol import MeterError
+from rkmate.device.protocol import MeterError, PartsMeter
 from rkmate.ir.simulate import Peak
 from rkmate.torch_seam import memory
 
@@ -102,7 +102,7 @@ def _highest(found: Iterable[tuple[int, int]]) -> int:
     return max((0, *(level for _, level in found)))
 
 
-class HistoryMeter:
+class HistoryMeter(PartsMeter):
     """The peak of each of several parts of one run, from one history of it."""
 
     def __init__(self, device: int, size_of: Callable[[int], int]) -> None:
@@ -119,18 +119,9 @@ class HistoryMeter:
         yield
         self._history.mark(_END)
 
-    def peaks(self) -> dict[int, int]:
-        """See `PartsMeter`."""
-        return peaks_of_parts(self._history.entries, self._size_of)
-
     def levels(self) -> dict[int, tuple[int, int]]:
         """See `PartsMeter`."""
         return levels_of_parts(self._history.entries, self._size_of)
-
-
-def peaks_of_parts(entries: Iterable[Entry], size_of: Callable[[int], int]) -> dict[int, int]:
-    """Return the most bytes over the level at its start, for each part."""
-    return {number: peak - before for number, (before, peak) in levels_of_parts(entries, size_of).items()}
 
 
 def levels_of_parts(entries: Iterable[Entry], size_of: Callable[[int], int]) -> dict[int, tuple[int, int]]:

@@ -6,7 +6,7 @@ else asks what kind a device is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -63,12 +63,19 @@ class PartsMeter(Protocol):
         """Measure one part of the run inside the context. Each part has its own number; parts cannot
         overlap."""
 
-    def peaks(self) -> dict[int, int]:
-        """Return, after the run, the most bytes over the level at its start, for each part."""
-
     def levels(self) -> dict[int, tuple[int, int]]:
         """Return, after the run, the bytes at the start of each part, and the most bytes in it, both over the
         level at the start of the run."""
+        ...
+
+    def peaks(self) -> dict[int, int]:
+        """Return, after the run, the most bytes over the level at its start, for each part."""
+        return peaks_over(self.levels())
+
+
+def peaks_over(levels: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+    """Return the most bytes of each part over the level at its start, from both (`PartsMeter.levels`)."""
+    return {number: peak - before for number, (before, peak) in levels.items()}
 
 
 class Device(Protocol):

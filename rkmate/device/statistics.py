@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from rkmate.device.protocol import Statistics
+from rkmate.device.protocol import PartsMeter, Statistics
 from rkmate.ir.simulate import Peak
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def measured(statistics: OwnStatistics, run: Callable[[], Peak[T]]) -> Peak[T]:
     return replace(found, peak=statistics.peak() - before, net=statistics.allocated() - before)
 
 
-class StatisticsMeter:
+class StatisticsMeter(PartsMeter):
     """The peak of each of several parts of one run. Resets the allocator's peak."""
 
     def __init__(self, statistics: OwnStatistics,
@@ -38,7 +38,10 @@ class StatisticsMeter:
         self._statistics = statistics
         self._levels: dict[int, tuple[int, int]] = {}
         self._start = statistics.allocated()
-        self.running = running
+        self._running = running
+
+    def running(self) -> AbstractContextManager[object]:
+        return self._running()
 
     @contextmanager
     def part(self, number: int) -> Iterator[None]:
@@ -46,9 +49,6 @@ class StatisticsMeter:
         self._statistics.reset_peak()
         yield
         self._levels[number] = before - self._start, self._statistics.peak() - self._start
-
-    def peaks(self) -> dict[int, int]:
-        return {number: peak - before for number, (before, peak) in self._levels.items()}
 
     def levels(self) -> dict[int, tuple[int, int]]:
         return self._levels

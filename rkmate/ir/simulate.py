@@ -262,6 +262,12 @@ def lasting_of_loss(graph: CDGraph, reserve_at_loss: int) -> int:
     return max(0, reserve_at_loss - graph.bytes(graph.output_grads))
 
 
+def waiting_bytes(graph: CDGraph, reserve_at_loss: int) -> int:
+    """Return the bytes that a call holds on top of what it saves while others run: those of its loss, or the
+    gradients of its outputs."""
+    return max(lasting_of_loss(graph, reserve_at_loss), graph.bytes(graph.output_grads))
+
+
 def peak_of_calls(graph: CDGraph, schedule: Schedule, calls: int, *, reserve_at_loss: int = 0,
                   pinned: Iterable[int] = ()) -> int:
     """Return bytes alive at once, at most, in a step of `calls` forwards, one loss, and the backward of each.
@@ -278,7 +284,7 @@ def peak_of_calls(graph: CDGraph, schedule: Schedule, calls: int, *, reserve_at_
     forward, backward = result.timeline[:at], result.timeline[at + 1:]
     # What a call holds before its backward, and after it, when the buffers of its copies are gone.
     lasting = lasting_of_loss(graph, reserve_at_loss)
-    before = result.saved + max(lasting, graph.bytes(graph.output_grads))
+    before = result.saved + waiting_bytes(graph, reserve_at_loss)
     after = result.timeline[-1] - buffers_of(graph, schedule)
     leaves: dict[int, list[int]] = {}
     for j, i in graph.releases.items():

@@ -18,7 +18,9 @@ import json
 import math
 import os
 import platform
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -28,6 +30,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from rkmate import device as devices
 from rkmate.budget import parse_budget
 from rkmate.device import Device
 from rkmate.devices import DISK_BYTES_PER_SECOND, DISK_SECONDS_PER_COPY
@@ -156,6 +159,35 @@ def link_of(offload: Offload | None, device: Device, costs: str, calls: int = 1)
         with closing(offload.engine(device)) as engine:
             link = measure_link(device, engine, cache_folder())
     return replace(link, most_bytes=most)
+
+
+# -- Engines ---------------------------------------------------------------------------------------
+#
+# What copies data away for all plans of a module, or of modules that share a budget.
+
+
+class Engines:
+    """The engines of all devices: each is made when it is first needed, and closed when nothing refers to
+    this object any more. All calls of an engine together keep to the limit of bytes that may be away."""
+
+    def __init__(self, offload: Offload | None) -> None:
+        self.offload = offload
+        self._lock = threading.Lock()
+        self._made: dict[torch.device, CopyEngine] = {}
+
+    def __reduce__(self) -> Any:
+        """Give a copy engines of its own."""
+        return Engines, (self.offload,)
+
+    def of(self, device: torch.device) -> CopyEngine:
+        """Return the engine of a device. Raises `ArgumentError` where nothing can be sent from there."""
+        assert self.offload is not None, "a plan that sends nothing"
+        with self._lock:
+            found = self._made.get(device)
+            if found is None:
+                found = self._made[device] = self.offload.engine(devices.of(device))
+                weakref.finalize(self, found.close)
+            return found
 
 
 def stated_link(offload: Offload, device: Device, buffer_bytes: int) -> Link:

@@ -20,7 +20,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rkmate.ir.simulate import lasting_of_loss, peak_of_calls
+from rkmate.ir.simulate import peak_of_calls, waiting_bytes
 from rkmate.planners.protocol import (
     Candidate,
     Outcome,
@@ -102,8 +102,7 @@ class _Search:
         self.seconds: dict[float, float] = {}
         """Share -> the time of the fastest schedule inside the budget."""
         graph = problem.graph
-        self._waits = max(lasting_of_loss(graph, problem.reserve_at_loss), graph.bytes(graph.output_grads))
-        """Bytes of its loss, or of its outputs' gradients, that a call holds while others run."""
+        self._waits = waiting_bytes(graph, problem.reserve_at_loss)
         self._outputs = graph.bytes(set(problem.pinned) | set(graph.outputs))
         whole = problem.simulate(whole_step(problem).schedule)
         self._most = max(self._outputs, min(whole.saved, budget // calls - self._waits))

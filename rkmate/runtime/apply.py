@@ -16,11 +16,11 @@ from torch import nn
 
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.refusals import flags_to_plan, refuse_data_parallelism
+from rkmate.offload.target import Engines
 from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
 from rkmate.runtime.parts import Parts, Watch, take_watch_from
 from rkmate.runtime.plan_cache import (
     REPLACED,
-    Engines,
     Executable,
     Planning,
     Prototype,

@@ -26,6 +26,7 @@ from rkmate import device as devices
 from rkmate.device import MeterError
 from rkmate.runtime.observed_step import key_of
 from rkmate.runtime.segments import Call
+from rkmate.support.warn import warn
 
 USUAL = re.compile(
     r"^(Nll|LogSoftmax|Mse|SmoothL1|Huber|BinaryCrossEntropy|View|UnsafeView|ReshapeAlias|Transpose|T|Permute|"
@@ -128,3 +129,15 @@ def _operations(begin: Sequence[Any]) -> list[str]:
         names.append(name)
         todo += [n for n, _ in node.next_functions if n is not None]
     return names
+
+
+def warn_of_others(name: str, usual: int) -> None:
+    """Warn that other models follow on a module's outputs. `usual`: bytes that are left for a loss."""
+    warn(f"more than {MANY} operations follow on the outputs of {name}: what they take comes on top of the "
+         f"budget, in which {usual:,} bytes are left for a loss. Leave room for other models in a step "
+         "(rkmate.Settings(loss_bytes=...))")
+
+
+def of_more(usual: int) -> int:
+    """Return the bytes of a loss that takes more than a usual one."""
+    return usual * MORE[0] // MORE[1]

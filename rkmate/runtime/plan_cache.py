@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,8 +28,7 @@ from rkmate.graph.sizes.dry_run import Recording
 from rkmate.graph.sizes.family import KnownCall, derived, known_call, possible
 from rkmate.ir.plan import in_one_line
 from rkmate.ir.simulate import LOSS_SCALARS
-from rkmate.offload.protocol import CopyEngine
-from rkmate.offload.target import Offload
+from rkmate.offload.target import Engines
 from rkmate.pipeline.attempts import Planned
 from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
@@ -45,7 +43,14 @@ from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards, Observations, changing, differing
-from rkmate.runtime.outside import MANY, MORE, BetweenMeter, Outside, OutsideWatch
+from rkmate.runtime.outside import (
+    MANY,
+    BetweenMeter,
+    Outside,
+    OutsideWatch,
+    of_more,
+    warn_of_others,
+)
 from rkmate.runtime.recorded_step import RecordedStep, check_plan
 from rkmate.runtime.segments import Call, OpenCalls, saved_by
 from rkmate.runtime.snapshot import HOOKS_OF_FORWARD
@@ -54,35 +59,6 @@ from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import COMPILED_CALL
-
-# -- Engines that copy data away -------------------------------------------------------------------
-#
-# What copies data away for all plans of a module, or of modules that share a budget.
-
-
-class Engines:
-    """The engines of all devices: each is made when it is first needed, and closed when nothing refers to
-    this object any more. All calls of an engine together keep to the limit of bytes that may be away."""
-
-    def __init__(self, offload: Offload | None) -> None:
-        self.offload = offload
-        self._lock = threading.Lock()
-        self._made: dict[torch.device, CopyEngine] = {}
-
-    def __reduce__(self) -> Any:
-        """Give a copy engines of its own."""
-        return Engines, (self.offload,)
-
-    def of(self, device: torch.device) -> CopyEngine:
-        """Return the engine of a device. Raises `ArgumentError` where nothing can be sent from there."""
-        assert self.offload is not None, "a plan that sends nothing"
-        with self._lock:
-            found = self._made.get(device)
-            if found is None:
-                found = self._made[device] = self.offload.engine(devices.of(device))
-                weakref.finalize(self, found.close)
-            return found
-
 
 # -- Sizes of calls --------------------------------------------------------------------------------
 #
@@ -548,9 +524,9 @@ class PlanCache:
                 elif seen.operations > MANY and devices.of(device).host:
                     known.has_others = True
                 elif seen.operations > MANY:
-                    _warn_of_others(known.traced.name, usual)
+                    warn_of_others(known.traced.name, usual)
                 elif seen.held - LOSS_SCALARS > free or not (
-                        seen.is_usual or saved_by(plan) + _of_more(usual) <= plan.budget_bytes):
+                        seen.is_usual or saved_by(plan) + of_more(usual) <= plan.budget_bytes):
                     known.outside = seen
             if then is not None:
                 then(grads)
@@ -566,14 +542,14 @@ class PlanCache:
                 return self.current(known, tensors)         # another thread was here meanwhile
             usual = max(e.plan.graph.reserve_at_loss for e in executables.values())
             held = max(0, seen.held - LOSS_SCALARS)
-            loss = usual if seen.is_usual else _of_more(usual)
+            loss = usual if seen.is_usual else of_more(usual)
             words = (f"the loss that is computed from the outputs of {before.name} takes more than a usual "
                      f"one (about {loss:,} bytes; {seen.held:,} are held while the backward runs)")
             remedy = "A loss inside of the plan (rkmate.with_loss) takes less"
             if seen.between is not None:
                 between = seen.between.bytes()
                 if between is None:
-                    _warn_of_others(before.name, usual)
+                    warn_of_others(before.name, usual)
                     return self.current(known, tensors)
                 loss = max(usual, between - held)
                 words = (f"more than {MANY} operations, as of another model, follow on the outputs of "
@@ -721,17 +697,6 @@ class PlanCache:
             check_plan(plan, step)
         return Executable(plan, step, looked=is_given, known=KnownPlan(plan, not derived, planned.orders),
                           graph_nodes=len(prepared.partition.program.joint.graph.nodes))
-
-
-def _warn_of_others(name: str, usual: int) -> None:
-    warn(f"more than {MANY} operations follow on the outputs of {name}: what they take comes on top of the "
-         f"budget, in which {usual:,} bytes are left for a loss. Leave room for other models in a step "
-         "(rkmate.Settings(loss_bytes=...))")
-
-
-def _of_more(usual: int) -> int:
-    """Return the bytes of a loss that takes more than a usual one."""
-    return usual * MORE[0] // MORE[1]
 
 
 def _names(mask: TangentMask) -> str:

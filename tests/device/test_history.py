@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from rkmate.device import MeterError
-from rkmate.device.history import levels, peaks_of_parts, since
+from rkmate.device.history import levels, levels_of_parts, since
+from rkmate.device.protocol import peaks_over
 
 
 def alloc(size: int, text: str = "") -> dict[str, Any]:
@@ -44,4 +45,4 @@ def test_parts() -> None:
     entries = [*mark("rkmate part 4"), alloc(600), free(600), alloc(5, "the user's"), *mark("rkmate end"),
                alloc(90000), *mark("rkmate part 2"), free(90000), alloc(512), *mark("rkmate end"),
                *mark("rkmate part 3"), *mark("rkmate end")]
-    assert peaks_of_parts(entries, up) == {4: 1024, 2: 0, 3: 0}
+    assert peaks_over(levels_of_parts(entries, up)) == {4: 1024, 2: 0, 3: 0}

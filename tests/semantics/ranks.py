@@ -79,3 +79,45 @@ def steps(call: Callable[..., torch.Tensor], owner: nn.Module, inputs: Iterable[
 def are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     """Return whether a loss and gradients, or more of them, have the same bits."""
     return len(some) == len(others) > 2 and all(map(torch.equal, some, others))
+
+
+def whole(t: Any) -> torch.Tensor:
+    """Return a copy of a tensor, of a DTensor with the parts of all ranks."""
+    every: torch.Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
+    return every.detach().clone()
+
+
+class Block(nn.Module):
+    """A residual block with a norm and two products."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Three blocks and a head, the same on all ranks."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def parallel_in_sequence() -> dict[str, Any]:
+    """Return the ways of `Block`'s modules in which ranks share a sequence between its products."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    return {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1))}

@@ -26,7 +26,7 @@ from rkmate.ilp import OptionSettings
 from rkmate.measure.runs import Timings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, are_equal, found_by_ranks, steps
+from tests.semantics.ranks import Found, are_equal, steps
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -429,12 +429,6 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "applied": _applied, "by parts": lambda rank: _by_parts(rank, _objects),
     "applied as a whole": lambda rank: _by_parts(rank, _detached), "shared": _shared,
     "replicated": _replicated, "groups of one": _in_groups_of_one}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What both ranks have found, by task."""
-    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"))
 
 
 def _assert_refused(error: tuple[str, str], *, swallowed: bool = False) -> None:

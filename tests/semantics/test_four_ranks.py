@@ -17,7 +17,7 @@ from rkmate import device as devices
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, found_by_ranks
+from tests.semantics.ranks import Found, Net, parallel_in_sequence, whole
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes"), pytest.mark.slow]
@@ -26,62 +26,31 @@ QUICK = Settings(costs="analytic", options=OptionSettings(grid=(6, 6), time_limi
                  planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
 STEPS, WIDTH = 4, 64
 KINDS = ("replicas", "tensor and sequence parallel", "tensor parallel and sharded")
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(_Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+RANKS = {"count": 4}
 
 
 def _made(kind: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
-        SequenceParallel,
         parallelize_module,
     )
 
-    net = _Net()
+    net = Net(WIDTH)
     if kind == "replicas":
         return net
     if kind == "tensor and sequence parallel":
         mesh = init_device_mesh("cpu", (4,))
-        ways: dict[str, Any] = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
-                                "down": RowwiseParallel(output_layouts=Shard(1))}
         for block in net.blocks:
-            parallelize_module(block, mesh, ways)
+            parallelize_module(block, mesh, parallel_in_sequence())
         return net
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensors"))
     for block in net.blocks:
         parallelize_module(block, both["tensors"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=both["shards"])
     return fully_shard(net, mesh=both["shards"])
-
-
-def _whole(t: Any) -> torch.Tensor:
-    whole: torch.Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
-    return whole.detach().clone()
 
 
 def _trained(net: nn.Module, run: Callable[..., torch.Tensor], kind: str, rank: int
@@ -97,13 +66,13 @@ def _trained(net: nn.Module, run: Callable[..., torch.Tensor], kind: str, rank: 
         def step(x: torch.Tensor = x) -> None:
             loss = run(x).square().mean()
             loss.backward()
-            found.append(_whole(loss))
+            found.append(whole(loss))
 
         if k == STEPS - 1:
             peak = devices.of(x).measure_peak(step).peak
         else:
             step()
-        found += [_whole(p.grad) for p in net.parameters()]
+        found += [whole(p.grad) for p in net.parameters()]
     return found, peak
 
 
@@ -123,12 +92,6 @@ def _compared(rank: int, kind: str) -> dict[str, Any]:
 
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     kind: functools.partial(_compared, kind=kind) for kind in KINDS}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What all ranks have found, by task."""
-    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"), count=4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

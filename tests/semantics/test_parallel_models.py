@@ -17,7 +17,7 @@ import rkmate
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, are_equal, found_by_ranks, steps
+from tests.semantics.ranks import Found, are_equal, steps
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -187,12 +187,6 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "flat, like the original": _flat_like_the_original,
     "sharded elsewhere": _sharded_elsewhere, "nothing to compute again": _nothing_to_compute_again,
     "llama": _llama}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What both ranks have found, by task."""
-    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"))
 
 
 def _of(found: Found, task: str) -> list[dict[str, Any]]:

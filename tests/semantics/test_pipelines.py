@@ -18,7 +18,7 @@ from rkmate import device as devices
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, found_by_ranks
+from tests.semantics.ranks import Found
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -86,12 +86,6 @@ def _compared(rank: int, kind: str) -> dict[str, Any]:
 
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     kind: functools.partial(_compared, kind=kind) for kind in KINDS}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What both ranks have found, by task."""
-    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

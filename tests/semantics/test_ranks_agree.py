@@ -18,7 +18,7 @@ import rkmate
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, found_by_ranks
+from tests.semantics.ranks import Found
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -156,15 +156,10 @@ def _failing(rank: int) -> dict[str, Any]:
     return {"error": _caught(lambda: _shared(model, x)), "infeasible": infeasible}
 
 
+RANKS = {"patience": 90.0}
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "followed": _followed, "differing": _differing, "other function": _other_function,
     "other shapes": _other_shapes, "failing": _failing, "absent": _absent}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What both ranks have found, by task."""
-    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"), patience=90.0)
 
 
 def _of(found: Found, task: str) -> list[dict[str, Any]]:

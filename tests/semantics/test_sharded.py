@@ -19,7 +19,7 @@ from rkmate import device as devices
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, found_by_ranks
+from tests.semantics.ranks import Found
 
 # Gloo's threads let go of buffers late, by chance: what the measured step shows differs from run to run.
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
@@ -181,12 +181,6 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{kind: functools.partial(_planned, kind=kind, share=share) for kind, share in KINDS.items()},
     **{kind: functools.partial(_planned, kind=kind, share=share) for kind, share in TIGHT.items()},
     "refused": _refused}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What both ranks have found, by task."""
-    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

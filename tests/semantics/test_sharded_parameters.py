@@ -19,7 +19,7 @@ from rkmate import device as devices
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, found_by_ranks
+from tests.semantics.ranks import Found
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -172,12 +172,6 @@ def _precision(rank: int) -> dict[str, Any]:
 
 TASKS: dict[str, Callable[[int], dict[Any, Any]]] = {
     "budgets": _budgets, "applied": _applied, "precision": _precision}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What both ranks have found, by task."""
-    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"))
 
 
 def test_parameters_are_gathered_again_within_the_budget(found: Found) -> None:

@@ -16,7 +16,7 @@ from rkmate import device as devices
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, are_equal, found_by_ranks
+from tests.semantics.ranks import Found, Net, are_equal, parallel_in_sequence, whole
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -26,44 +26,18 @@ QUICK = Settings(options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit
 CHOSEN: dict[str, Any] = {"budget": 0.7, "progress": False, "settings": QUICK}
 
 
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class _Net(nn.Module):
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(_Block(width) for _ in range(3))
-        self.head = nn.Linear(width, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def _parallel(net: _Net, kind: str) -> _Net:
+def _parallel(net: Net, kind: str) -> Net:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
-        SequenceParallel,
         parallelize_module,
     )
 
     mesh = init_device_mesh("cpu", (2,))
     ways: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if kind == "sequence":
-        ways = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
-                "down": RowwiseParallel(output_layouts=Shard(1))}
+        ways = parallel_in_sequence()
     for block in net.blocks:
         parallelize_module(block, mesh, ways)
     if kind == "distributed output":
@@ -77,11 +51,6 @@ def _data(kind: str, rank: int, width: int = 64) -> torch.Tensor:
     return torch.randn(4, 32, width, generator=torch.Generator().manual_seed(seed))
 
 
-def _whole(t: Any) -> torch.Tensor:
-    whole: torch.Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
-    return whole.detach().clone()
-
-
 def _steps(run: Callable[..., torch.Tensor], owner: nn.Module, kind: str, rank: int) -> list[torch.Tensor]:
     found = []
     for _ in range(2):
@@ -89,7 +58,7 @@ def _steps(run: Callable[..., torch.Tensor], owner: nn.Module, kind: str, rank: 
         out = run(_data(kind, rank))
         loss = out.square().mean()
         loss.backward()
-        found += [_whole(out), _whole(loss), *(_whole(p.grad) for p in owner.parameters())]
+        found += [whole(out), whole(loss), *(whole(p.grad) for p in owner.parameters())]
     return found
 
 
@@ -101,17 +70,17 @@ def _schedules(plan: rkmate.Plan | None) -> bool:
 
 
 def _wrapped(rank: int, kind: str) -> dict[str, Any]:
-    net = _parallel(_Net(), kind)
+    net = _parallel(Net(), kind)
     run = rkmate.wrap(net, (_data(kind, rank),), **CHOSEN)
     same = _schedules(run.plan)
-    plain = _parallel(_Net(), kind)
+    plain = _parallel(Net(), kind)
     mine, theirs = _steps(run, net, kind, rank), _steps(plain, plain, kind, rank)
     kinds = [type(run(_data(kind, rank))).__name__, type(plain(_data(kind, rank))).__name__]
     return {"equal": are_equal(mine, theirs), "one plan": same, "kinds": kinds, "table": str(run.plan)}
 
 
 def _applied(rank: int) -> dict[str, Any]:
-    net, plain = _parallel(_Net(), "tensor"), _parallel(_Net(), "tensor")
+    net, plain = _parallel(Net(), "tensor"), _parallel(Net(), "tensor")
     rkmate.apply(net, **CHOSEN)
     equal = are_equal(_steps(net, net, "tensor", rank), _steps(plain, plain, "tensor", rank))
     shown = rkmate.applied(net)
@@ -121,14 +90,14 @@ def _applied(rank: int) -> dict[str, Any]:
 
 def _later(rank: int) -> dict[str, Any]:
     """A planned module that is made parallel: it is planned again."""
-    net, plain = _Net(), _parallel(_Net(), "tensor")
+    net, plain = Net(), _parallel(Net(), "tensor")
     run = rkmate.wrap(net, (_data("tensor", rank),), **CHOSEN)
     _parallel(net, "tensor")
     return {"equal": are_equal(_steps(run, net, "tensor", rank), _steps(plain, plain, "tensor", rank))}
 
 
 def _peak(rank: int) -> dict[str, Any]:
-    net, x = _parallel(_Net(128), "tensor"), torch.randn(16, 128, 128)
+    net, x = _parallel(Net(128), "tensor"), torch.randn(16, 128, 128)
     run = rkmate.wrap(net, (x,), **CHOSEN)
     run(x).square().mean().backward()
     net.zero_grad()
@@ -141,12 +110,6 @@ KINDS = ("tensor", "sequence", "distributed output")
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{kind: lambda rank, kind=kind: _wrapped(rank, kind) for kind in KINDS},
     "applied": _applied, "later": _later, "peak": _peak}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What both ranks have found, by task."""
-    return found_by_ranks(__name__, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
