@@ -1,4 +1,4 @@
-"""What happens around the step of a call: adapters, each with `apply` before the step and `invert` after it.
+"""Adapters around the step of a call: each has `apply` before the step and `invert` after it.
 
 A module is called with any arguments and returns any object. The step of a plan takes tensors in a fixed
 order and returns tensors. The adapters stand in between, from the caller to the step:

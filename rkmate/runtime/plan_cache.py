@@ -22,13 +22,10 @@ from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.collectives import groups_of
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
-from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.sizes.family import known_call
 from rkmate.ir.plan import in_one_line
-from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.offload.target import Engines
 from rkmate.pipeline.attempts import Planned
-from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.part_plans import with_terms
@@ -48,7 +45,8 @@ from rkmate.runtime.outside import (
     BetweenMeter,
     Outside,
     OutsideWatch,
-    of_more,
+    is_over,
+    needs_of,
     warn_of_others,
 )
 from rkmate.runtime.recorded_step import RecordedStep, check_plan
@@ -313,7 +311,7 @@ class PlanCache:
         except InfeasibleBudget as error:
             if not self._kept:
                 raise
-            shapes = ", ".join(str(tuple(t.shape)) for t in _tensors(args, kwargs))
+            shapes = ", ".join(str(tuple(place[0])) for place in key.inputs)
             raise InfeasibleBudget(f"a call with inputs of shape {shapes}: {error}",
                                    error.minimum_bytes) from error
         budget = budget.at_least(executable.plan.budget_bytes)
@@ -418,7 +416,6 @@ class PlanCache:
         number, device = self.open_calls.added, ready.compiled.device
         watch, then = OutsideWatch(device), call.begins
         meter = BetweenMeter(device, call) if measures else None
-        usual, free = plan.graph.reserve_at_loss, plan.budget_bytes - plan.peak_bytes
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
             if meter is not None:
@@ -430,9 +427,8 @@ class PlanCache:
                 elif seen.operations > MANY and devices.of(device).host:
                     known.has_others = True
                 elif seen.operations > MANY:
-                    warn_of_others(known.traced.name, usual)
-                elif seen.held - LOSS_SCALARS > free or not (
-                        seen.is_usual or saved_by(plan) + of_more(usual) <= plan.budget_bytes):
+                    warn_of_others(known.traced.name, plan.graph.reserve_at_loss)
+                elif is_over(seen, plan):
                     known.outside = seen
             if then is not None:
                 then(grads)
@@ -447,22 +443,14 @@ class PlanCache:
             if seen == Outside() or not executables:        # plans are for more calls now
                 return self.current(known, tensors)         # another thread was here meanwhile
             usual = max(e.plan.graph.reserve_at_loss for e in executables.values())
-            held = max(0, seen.held - LOSS_SCALARS)
-            loss = usual if seen.is_usual else of_more(usual)
-            words = (f"the loss that is computed from the outputs of {before.name} takes more than a usual "
-                     f"one (about {loss:,} bytes; {seen.held:,} are held while the backward runs)")
-            remedy = "A loss inside of the plan (rkmate.with_loss) takes less"
-            if seen.between is not None:
-                between = seen.between.bytes()
-                if between is None:
-                    warn_of_others(before.name, usual)
-                    return self.current(known, tensors)
-                loss = max(usual, between - held)
-                words = (f"more than {MANY} operations, as of another model, follow on the outputs of "
-                         f"{before.name}, and take {between:,} bytes before its backward begins")
-                remedy = "Give a larger budget, or checkpoint the other model (torch.utils.checkpoint)"
-                if all(saved_by(e.plan) + loss <= e.plan.budget_bytes - held for e in executables.values()):
-                    return self.current(known, tensors)
+            needs = needs_of(seen, usual, before.name)
+            if needs is None:
+                warn_of_others(before.name, usual)
+                return self.current(known, tensors)
+            held, loss, words, remedy = needs
+            if seen.between is not None and all(
+                    saved_by(e.plan) + loss <= e.plan.budget_bytes - held for e in executables.values()):
+                return self.current(known, tensors)
             known.traced = replace(before, outside=held, settings=replace(before.settings, loss_bytes=loss))
             known.executables.clear()
             try:
@@ -501,7 +489,7 @@ class PlanCache:
             held = held_tensors(known.capture, self.model, tensors)
             traced = replace(known.traced, wanted=mask, tensors=held)
             try:
-                made = self._executable(undeferred(traced), self.planning.budget)
+                made = self._executable(traced.with_deferred("never"), self.planning.budget)
             except InfeasibleBudget as error:
                 self.reads.stay(error.minimum_bytes)
                 return found
@@ -582,7 +570,8 @@ class PlanCache:
         """Return the executable of this process, made by it alone."""
         if plan is None and self.reads.often and traced.settings.deferred_outputs != "never":
             with contextlib.suppress(InfeasibleBudget):
-                return self._own_executable(undeferred(traced), budget, None, known, like, derived=derived)
+                return self._own_executable(traced.with_deferred("never"), budget, None, known, like,
+                                            derived=derived)
         is_given = plan is not None
         saved = [p for p in self._saved if not p.deferred or traced.settings.deferred_outputs != "never"]
         planned = like.planned if like is not None else \
@@ -608,8 +597,4 @@ class PlanCache:
 def _names(mask: TangentMask) -> str:
     numbers = [str(i) for i, taken in enumerate(mask) if taken]
     return f"output {', '.join(numbers)} (counted from 0)"
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return take_apart((args, kwargs), result=False)[0]
 
