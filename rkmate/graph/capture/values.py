@@ -164,14 +164,6 @@ FILLED: dict[str, Callable[..., Any]] = {
 
 
 # -- Twins -----------------------------------------------------------------------------------------
-#
-# Values that depend on inputs alone, while a forward is traced.
-#
-# A trace knows shapes and no values, so a forward that looks at values stops it. Values are known if they
-# come only from integers and masks among the arguments (labels, lengths, edges), and not from parameters or
-# activations: for each traced tensor of that kind, a *twin* is computed from the real arguments. If a call
-# would stop the trace, its twin answers. The computation of the twin becomes a recipe, which runs before each
-# planned step (`recipe`).
 
 
 _READS = frozenset(("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__contains__",
