@@ -1,5 +1,5 @@
-"""Guards: everything that a plan is specialised on, how it is read at each call, what is observed of inputs,
-and what has changed since a plan was made."""
+"""Guards: everything that a plan is specialised on, how it is read at each call, and what has changed since a
+plan was made."""
 
 from __future__ import annotations
 
