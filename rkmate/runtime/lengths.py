@@ -122,7 +122,7 @@ def resized(value: Any, length: int, fill: float | None) -> Any:
 
 MEMBERS = 4
 """Captures that a new size is derived from, at most: the latest."""
-SAID = (1, 10, 100, 1000, 10_000, 100_000)
+SAID = (10, 100, 1000, 10_000, 100_000)
 """Numbers of new sizes after which a message says how long they took."""
 
 
@@ -146,14 +146,14 @@ class NewSizes:
     told: set[int] = field(default_factory=set)
 
     def add(self, derived: bool, seconds: float) -> None:
-        """Count one; say so at the first, the tenth, the hundredth."""
+        """Count one size. At the numbers in `SAID`, log how long all of them took."""
         if derived:
             self.derived += 1
         else:
             self.captured += 1
         self.seconds += seconds
         count = self.derived + self.captured
-        if count in SAID[1:]:
+        if count in SAID:
             logger.warning("%d new signatures planned in %.1f s so far, %d of them from captures of other "
                            "sizes", count, self.seconds, self.derived)
 
