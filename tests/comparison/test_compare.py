@@ -78,8 +78,8 @@ def test_rows_are_what_plan_returns(whole: rkmate.Comparison) -> None:
                                                                 costs="analytic"))
             near = row.method == "rockmate"         # it takes what is near the bound, without more options
             assert plan.peak_bytes == row.peak_bytes or (near and plan.peak_bytes <= budget)
-            assert plan.step_seconds / plan.baseline_seconds == pytest.approx(
-                row.time_ratio, rel=NEAR if near else None)
+            ratio = plan.step_seconds / plan.baseline_seconds
+            assert ratio == pytest.approx(row.time_ratio) or (near and ratio <= row.time_ratio * (1 + NEAR))
     kept = {r.method: r for r in whole.at(whole.budgets[0])}["save-all"]
     assert kept.time_ratio == 1.0 and kept.peak_bytes == whole.baseline_peak_bytes
 
