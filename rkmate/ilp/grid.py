@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rkmate.ilp.eviction import candidates
-from rkmate.ilp.heuristic import keep_nothing, recompute_missing
+from rkmate.ilp.heuristic import candidates, keep_nothing, recompute_missing
 from rkmate.ilp.highs import Highs, Status
 from rkmate.ilp.model import RECOMPUTE, TIE, TIME_SCALE, BlockModel
 from rkmate.ilp.settings import OptionSettings

@@ -28,7 +28,7 @@ from rkmate.pipeline.attempts import (
     plan_of,
     with_larger_tiles,
 )
-from rkmate.pipeline.plans_on_disk import place_of, recall, remember
+from rkmate.pipeline.following import place_of, recall, remember
 from rkmate.pipeline.prepare import (
     Blocked,
     Prepared,

@@ -12,7 +12,7 @@ import pytest
 
 import rkmate
 from rkmate.budget import Budget
-from rkmate.pipeline import plans_on_disk
+from rkmate.pipeline import following
 from rkmate.pipeline import search as planning
 from rkmate.pipeline.search import make_plan
 from rkmate.pipeline.variants import named
@@ -24,7 +24,7 @@ from tests.pipeline.test_variants import middle, own_peak, traced
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of plans in an empty cache."""
     monkeypatch.setenv("RKMATE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(planning, "place_of", plans_on_disk.place_of)
+    monkeypatch.setattr(planning, "place_of", following.place_of)
     return tmp_path / "plans"
 
 
