@@ -243,6 +243,13 @@ class _Known:
     slot: int
     version: int
     """Version of the traced tensor when both were equal."""
+    storage: int
+    """The twin's storage."""
+
+    @classmethod
+    def of(cls, traced: torch.Tensor, twin: torch.Tensor, slot: int) -> _Known:
+        """Note two tensors that are equal now."""
+        return cls(traced, twin, slot, version_of(traced), storage_id(twin))
 
 
 @dataclass
@@ -272,8 +279,8 @@ class Values:
         self._given: list[_Given] = []
         self._computed: dict[Any, Any] = {}
         """Known parts of calls that were computed already."""
-        self._inputs: frozenset[int] = frozenset()
-        """Storages of the twins of arguments and buffers."""
+        self._inputs: dict[int, int] = {}
+        """Storages of the twins of arguments, buffers and closed-over tensors, with the storages of these."""
         self._held: dict[int, tuple[torch.Tensor, str, int]] = {}
         """Stand-ins for buffers, with their names and versions."""
         self._origins: dict[int, frozenset[str]] = {}
@@ -296,9 +303,9 @@ class Values:
         with outside_trace():
             for k, (t, real) in enumerate(zip(traced, self._tensors, strict=True)):
                 if may_be_asked(real):
-                    self._known[id(t)] = _Known(t, real.detach().clone(), k, version_of(t))
+                    known = self._known[id(t)] = _Known.of(t, real.detach().clone(), k)
+                    self._inputs[known.storage] = storage_id(real)
                     self._origins[k] = frozenset((_ARGUMENT,))
-        self._inputs = frozenset(storage_id(k.twin) for k in self._known.values())
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -314,7 +321,7 @@ class Values:
     def _of(self, t: Any) -> _Known | None:
         known = self._known.get(id(t)) or self._looked_up(t)
         if known is not None and known.version != version_of(t):
-            self._forget(storage_id(known.twin))      # it was written to, who knows what
+            self._forget(frozenset((known.storage,)))     # it was written to, who knows what
             return None
         return known
 
@@ -333,15 +340,16 @@ class Values:
             twin = real.detach().clone()
         slot = self._builder.hold(get)
         self._origins[slot] = frozenset((name,))
-        self._inputs |= {storage_id(twin)}
-        known = self._known[id(t)] = _Known(t, twin, slot, version_of(t))
+        known = self._known[id(t)] = _Known.of(t, twin, slot)
+        with outside_trace():
+            self._inputs[known.storage] = storage_id(real)
         return known
 
     def _origin(self, tensors: Sequence[torch.Tensor]) -> frozenset[str]:
         return frozenset().union(*(self._origins.get(self._known[id(t)].slot, frozenset()) for t in tensors))
 
-    def _forget(self, storage: int) -> None:
-        self._known = {i: k for i, k in self._known.items() if storage_id(k.twin) != storage}
+    def _forget(self, storages: frozenset[int]) -> None:
+        self._known = {i: k for i, k in self._known.items() if k.storage not in storages}
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Handle a call of the forward."""
@@ -418,16 +426,17 @@ class Values:
             return
         real, writes = ran
         twins = tensors_of(real)
-        if len(twins) != len(found) or any(t.shape != r.shape or t.dtype != r.dtype
-                                           for t, r in zip(found, twins, strict=True)):
+        # What a transform has wrapped means nothing outside of it.
+        if len(twins) != len(found) or not all(map(is_unwrapped, twins)) or any(
+                t.shape != r.shape or t.dtype != r.dtype for t, r in zip(found, twins, strict=True)):
             return
         for known in self._known.values():
-            if storage_id(known.twin) in writes:
+            if known.storage in writes:
                 known.version = version_of(known.traced)
         slots = []
         for t, r in zip(found, twins, strict=True):
             if id(t) not in self._known:
-                self._known[id(t)] = _Known(t, r, self._builder.new_slot(), version_of(t))
+                self._known[id(t)] = _Known.of(t, r, self._builder.new_slot())
                 self._origins[self._known[id(t)].slot] = self._origin(tensors)
             slots.append(self._known[id(t)].slot)
         self._record(func, args, kwargs, tuple(slots), tensors, writes)
@@ -468,7 +477,7 @@ class Values:
             # A copy is the trace's own: it may be written to, and nothing is known of its values.
             traced = torch.ops.aten.clone.default(value)
             self._given.append(_Given(slot, step, twin, value))
-            self._known[id(traced)] = _Known(traced, twin, slot, version_of(traced))
+            self._known[id(traced)] = _Known.of(traced, twin, slot)
             made.append(traced)
         return pytree.tree_unflatten(made, spec)
 
@@ -490,19 +499,17 @@ class Values:
             if drew:
                 before.restore()
         writes = frozenset(storage_id(t) for t, v in zip(twins, versions, strict=True) if version_of(t) != v)
-        if drew or failed or writes & self._inputs or any(map(_is_large, tensors_of(real))):
-            for storage in writes:
-                self._forget(storage)
-            if writes & self._inputs:       # arguments may share memory
-                for storage in self._inputs:
-                    self._forget(storage)
+        written = {self._inputs[storage] for storage in writes if storage in self._inputs}
+        if drew or failed or written or any(map(_is_large, tensors_of(real))):
+            # Arguments may share memory.
+            self._forget(writes | {twin for twin, own in self._inputs.items() if own in written})
             return None
         return real, writes
 
     def _record(self, func: Callable[..., Any], args: Any, kwargs: Any, slots: tuple[int, ...],
                 tensors: Sequence[torch.Tensor], writes: frozenset[int]) -> int:
         numbers = {id(t): Slot(self._known[id(t)].slot) for t in tensors}
-        reads = frozenset(storage_id(self._known[id(t)].twin) for t in tensors)
+        reads = frozenset(self._known[id(t)].storage for t in tensors)
         taken, given = mapped(lambda t: numbers[id(t)], (args, kwargs))
         return self._builder.add(Step(func, taken, given, slots), reads, writes)
 
