@@ -317,3 +317,26 @@ def test_as_a_context_it_is_taken_off_after_an_error() -> None:
     assert rkmate.applied(model) is None
     with callback():
         pass                                # nothing was trained
+
+
+class Masked(nn.Module):
+    """What a model of transformers shows of itself and takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.body = SimpleNamespace(_attn_implementation="sdpa"), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.body(x * attention_mask)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_mask_of_ones_is_told_of_once(padding: int, caplog: pytest.LogCaptureFixture) -> None:
+    importlib.import_module("transformers.masking_utils")
+    model, mask = Masked(), torch.ones(3, 4, dtype=torch.long)
+    mask[0, :padding] = 0
+    with caplog.at_level(logging.WARNING, "rkmate"):
+        for _ in range(2):
+            rkmate.wrap(model, (torch.randn(3, 4),), {"attention_mask": mask}, budget=1.0,
+                        **options_of(**OPTIONS))
+    assert caplog.text.count("the attention_mask of Masked is all ones") == 1 - padding

@@ -77,6 +77,27 @@ def test_a_ctc_loss_of_lengths_that_are_computed_goes_outside() -> None:
         planned(Recogniser(8, 8), torch.randn(12, 2, 8), torch.randint(1, 8, (2, 4)))
 
 
+class Fitted(nn.Linear):
+    def __init__(self, is_static: bool) -> None:
+        super().__init__(4, 4)
+        self.is_static = is_static
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        if not self.is_static:
+            return torch.linalg.lstsq(hidden, y).solution
+        q, r = torch.linalg.qr(hidden)
+        return torch.linalg.solve_triangular(r, q.mT @ y, upper=True)
+
+
+def test_least_squares_name_the_static_form() -> None:
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    with pytest.raises(rkmate.CaptureError, match=r"number of residuals.*solve_triangular"):
+        planned(Fitted(is_static=False), x, y)
+    model = Fitted(is_static=True)
+    assert torch.equal(planned(model, x, y)(x, y), model(x, y))
+
+
 def add_remaining_self_loops(edges: torch.Tensor, nodes: int) -> torch.Tensor:
     """As PyTorch Geometric does in each forward."""
     return torch.cat([edges[:, edges[0] != edges[1]], torch.arange(nodes).expand(2, -1)], 1)

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,12 @@ from rkmate.torch_seam.modules import (
     running_data_parallel,
 )
 from rkmate.torch_seam.nodes import VALUE, is_backward
-from rkmate.torch_seam.patches.libraries import is_observer, routed_by_loops, weight_made_by
+from rkmate.torch_seam.patches.libraries import (
+    is_observer,
+    mask_that_eager_drops,
+    routed_by_loops,
+    weight_made_by,
+)
 from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
 from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks
 
@@ -120,6 +126,14 @@ def _asserted(model: nn.Module, place: str, text: str) -> str:
             "which a plan checks after its forward, or leave assertions out (python -O).")
 
 
+def _residuals(model: nn.Module, place: str, text: str) -> str:
+    if "linalg_lstsq" not in text:
+        return ""
+    return ("The number of residuals that torch.linalg.lstsq returns depends on the rank of the matrix. For "
+            "a matrix A of full rank, write: q, r = torch.linalg.qr(A); torch.linalg.solve_triangular(r, "
+            "q.mT @ B, upper=True).")
+
+
 def _value_decides(model: nn.Module, place: str, text: str) -> str:
     if "no static plan exists" not in text:
         return ""
@@ -128,7 +142,8 @@ def _value_decides(model: nn.Module, place: str, text: str) -> str:
 
 
 RULES: tuple[Callable[[nn.Module, str, str], str], ...] = (
-    _own_generator, _layers_dropped, _fake_quantized, _spectrum_masked, _numpy, _asserted, _value_decides)
+    _own_generator, _layers_dropped, _fake_quantized, _spectrum_masked, _numpy, _asserted, _residuals,
+    _value_decides)
 """Explanations, in the order in which they are tried; the first that applies is used."""
 
 
@@ -515,3 +530,18 @@ def flags_to_plan(model: nn.Module, training: bool | None) -> Iterator[None]:
         for m, flag in before:
             m.training = flag
 
+
+# -- Masks of ones ---------------------------------------------------------------------------------
+
+_told_of_masks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def tell_of_full_masks(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Say, once for each model, that eager mode would leave out a mask that the plan keeps."""
+    name = "" if model in _told_of_masks else mask_that_eager_drops(model, kwargs)
+    if name:
+        _told_of_masks.add(model)
+        logger.warning(
+            "the %s of %s is all ones: eager mode drops such a mask. The plan serves every mask and computes "
+            "with it, so last bits may differ, and the mask takes memory. Pass no %s where no row is padded",
+            name, type(model).__name__, name)

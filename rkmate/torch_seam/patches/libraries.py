@@ -24,7 +24,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from rkmate.torch_seam.schema import OpOverload
-from rkmate.torch_seam.tensors import unset_fake_temporarily
+from rkmate.torch_seam.tensors import is_unwrapped, unset_fake_temporarily
 
 _MASKS = "transformers.masking_utils"
 _EXPORTING = "is_torchdynamo_exporting"
@@ -79,6 +79,18 @@ def masks_as_in_eager_mode(model: nn.Module) -> AbstractContextManager[None] | N
     """Let transformers make masks as in eager mode while a module is exported. A mask that depends on values
     cannot be traced this way. None if the library is not loaded."""
     return as_in_eager_mode() if _MASKS in sys.modules else None
+
+
+def mask_that_eager_drops(model: nn.Module, arguments: dict[str, Any]) -> str:
+    """Return the name of the argument that is a mask of ones, which transformers leave out in eager mode and
+    keep in a trace; empty if there is none."""
+    name = "attention_mask"
+    mask = arguments.get(name)
+    drops = _MASKS in sys.modules and any(
+        getattr(getattr(m, "config", None), "_attn_implementation", "") == "sdpa" for m in model.modules())
+    full = drops and isinstance(mask, torch.Tensor) and is_unwrapped(mask) and mask.dim() == 2 \
+        and not mask.is_meta and bool(mask.all())
+    return name if full else ""
 
 
 def sources_as_in_eager_mode(model: nn.Module) -> AbstractContextManager[None] | None:
