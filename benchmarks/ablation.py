@@ -49,8 +49,7 @@ from rkmate.graph.capture.operations import is_view
 from rkmate.graph.passes import table as passes
 from rkmate.measure import analytic
 from rkmate.pipeline import search, variants
-from rkmate.pipeline.attempts import Planned
-from rkmate.pipeline.deferred_outputs import bytes_of
+from rkmate.pipeline.attempts import Planned, bytes_of_deferred
 from rkmate.pipeline.prepare import Traced, trace
 from rkmate.planners import default
 from rkmate.planners.protocol import Outcome, Problem, infeasible
@@ -397,7 +396,7 @@ class Bench:
             return None
         read = how.outputs_are_read and not on
         return side.planned.plan.peak_bytes + (
-            bytes_of(side.planned.prepared.partition.program.joint) if read else 0)
+            bytes_of_deferred(side.planned.prepared.blocked) if read else 0)
 
     def _steps(self, how: Feature, plans: Sequence[rkmate.Plan], count: int) -> tuple[float, float]:
         """Median seconds of steps that follow two plans, in turns."""

@@ -114,7 +114,7 @@ STAGES = (
     ("measuring", "rkmate.pipeline.prepare.measured_costs"),
     ("costs", "rkmate.pipeline.prepare.with_operation_costs"),
     ("options", "rkmate.pipeline.solve.options_of"),
-    ("chain", "rkmate.pipeline.search.solve"),
+    ("chain", "rkmate.pipeline.search.solve_more"),
     ("search", "rkmate.pipeline.attempts.ask"),
     ("finishing", "rkmate.planners.default.finish"),
     ("plan", "rkmate.pipeline.attempts.plan_of"),

@@ -293,22 +293,22 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
 
     Measured times differ from process to process, so each process would find a plan of its own. Call this in
     every process of the group, and pass the result to `wrap` or `apply` as ``plan``. Before anything is
-    planned, the processes compare model, arguments, budget, settings and versions. They wait for each other
-    as long as the group's timeout says.
+    planned, the processes compare model, arguments, budget, settings and versions. A process waits for
+    the others at most for the group's timeout.
 
     Args:
         model, args, kwargs, budget: as for `plan`, equal in all processes.
         group: the process group; the default group by default.
         new_shapes: what happens to calls that are not planned yet. ``"shared"``: the processes compare them,
-            and the first one plans for all, so each such call has to come in all processes. ``"own"``: each
+            and the first one plans for all, so every process has to make each such call. ``"own"``: each
             process plans alone, for inputs whose shapes differ from process to process.
         options: `rkmate.Options`, as for `plan`. The target of `offload` should be as fast for all processes
             as for the first one. Each process passes ``offload=`` again to `wrap`, possibly another folder.
 
     Raises:
         ArgumentError: there is no process group.
-        RankError: the processes differ in what they plan, which the message names, or one of them did not
-            come. Every process that came raises this.
+        RankError: the processes differ in what they plan, which the message names, or one of them takes
+            no part. Every other process raises this.
         RkmateError: what the first process raised, in every process.
     """
     call = chosen(options, shared_plan)

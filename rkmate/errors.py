@@ -69,7 +69,7 @@ class PlanError(RkmateError):
 
 
 class RankError(RkmateError, RuntimeError):
-    """The ranks of a process group are about to plan different things, or a rank does not come: the message
+    """The ranks of a process group are about to plan different things, or a rank takes no part: the message
     names the ranks and what differs."""
 
 

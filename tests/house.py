@@ -30,7 +30,7 @@ class Room:
 
 _BASE = ("errors", "support", "ir")
 _SEAM = ("torch_seam", "torch_seam/patches")
-_GRAPH = ("graph/capture", "graph/ops", "graph/passes", "graph/blocks")
+_GRAPH = ("graph/ops", "graph/capture", "graph/passes", "graph/blocks")
 
 HOUSE: tuple[Room, ...] = (
     Room("errors", "all errors and warnings that rkmate raises", (), torch=False),
@@ -47,13 +47,13 @@ HOUSE: tuple[Room, ...] = (
     Room("stand_in", "the base class of modules that replace another module", ("errors", "torch_seam")),
     Room("torch_seam/patches", "replacements for functions of torch and other libraries during a capture",
          (*_BASE, "devices", "torch_seam", "device")),
+    Room("graph/ops", "the package's own operators, one record for each",
+         (*_BASE, "device", *_SEAM)),
     Room("graph/capture", "captures a module as one graph of forward and backward, or refuses it",
-         (*_BASE, "devices", "device", *_SEAM)),
+         (*_BASE, "devices", "device", *_SEAM, "graph/ops")),
     Room("graph/sizes",
          "derives the graph of a call of another size, and that of a deep model from a few of its layers",
          (*_BASE, "device", *_SEAM, "graph/capture")),
-    Room("graph/ops", "the package's own operators, one record for each",
-         (*_BASE, "device", *_SEAM)),
     Room("graph/passes", "rewrites of the captured graph, in one ordered table",
          (*_BASE, "device", *_SEAM, *_GRAPH[:2])),
     Room("graph/blocks", "cuts the graph of computations and data into blocks, and finds equal blocks",

@@ -132,7 +132,7 @@ def check(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] 
           loss_args: Sequence[Any] = (),
           optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
           **options: Unpack[Options]) -> Parity:
-    """Train a copy of a model plain and a copy planned, on the same inputs, and compare them.
+    """Train one copy of a model as it is and one copy under a plan, on the same inputs, and compare them.
 
     The two runs take turns, step by step, from the same random state. The model, its train flags and all
     generators stay as they were. Both copies, their gradients and their optimizers are in memory at once.

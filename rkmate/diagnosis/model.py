@@ -84,7 +84,7 @@ class Diagnosis:
 
     @property
     def about_model(self) -> str:
-        """The lines that it prints about the model; empty without one."""
+        """The printed lines about the model; empty if no model was given."""
         lines = [f"{self.model}: " + ("can be planned" if self.error is None else
                                       "cannot be planned as a whole")] if self.model else []
         if self.error is not None and not any(part.why for part in self.parts):
@@ -99,17 +99,17 @@ class Diagnosis:
 def doctor(model: nn.Module | None = None, args: Sequence[Any] = (),
            kwargs: Mapping[str, Any] | None = None, *, loss: Callable[..., Any] | None = None,
            loss_args: Sequence[Any] = (), **options: Unpack[Options]) -> Diagnosis:
-    """Say what works on this machine, and what a model's budgets cost: the first thing to run.
+    """Report what works on this machine, and what a model's budgets cost. Run this first.
 
-    Tries what rkmate uses (torch, devices, a compiler, the solver, the disk, Graphviz). Captures the model,
-    and plans it from its own peak to the smallest budget, as `tradeoff` does. If the model cannot be
-    captured, runs its forward once and tries its submodules one by one, with the inputs that they get there.
+    This tries everything that rkmate uses (torch, devices, a compiler, the solver, the disk, Graphviz),
+    captures the model, and plans it from its own peak to the smallest budget, as `tradeoff` does. If the
+    model cannot be captured, its forward runs once, and each submodule is tried with the inputs that it got.
 
     Args:
         model: the module to train. Its buffers, attributes, train flags and all generators are left as they
-            were. Without it, only the machine is looked at.
+            were. Without it, only the machine is examined.
         args, kwargs, loss, loss_args: as for `wrap`.
-        options: `rkmate.Options`, as for `wrap`. With ``offload``, that folder's disk is looked at.
+        options: `rkmate.Options`, as for `wrap`. With ``offload``, that folder's disk is tried.
             ``Settings(costs="analytic")`` estimates times instead of measuring them, which is faster.
 
     Returns:

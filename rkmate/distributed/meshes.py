@@ -30,11 +30,11 @@ REPLICAS, SHARDS = "dp", "shard"
 
 @contextmanager
 def fake_mesh(**sizes: int) -> Iterator[DeviceMesh]:
-    """Give a mesh of ranks that are not here, to shard a model over and to plan one rank's step.
+    """Provide a mesh of ranks that do not exist, to shard a model over it and to plan one rank's step.
 
     Inside of the context, this process is the first rank of a process group whose collectives do nothing. It
-    must not train there. ``with rkmate.distributed.fake_mesh(dp=8, tp=2) as mesh:`` has 16 ranks; the last
-    dimension has neighbours, which are in one machine as far as possible.
+    must not train there. ``with rkmate.distributed.fake_mesh(dp=8, tp=2) as mesh:`` has 16 ranks; ranks
+    that differ only in the last dimension are neighbours, in one machine as far as possible.
 
     Raises:
         ArgumentError: a size is no positive number, or this process has a process group already.

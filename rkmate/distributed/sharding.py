@@ -41,7 +41,9 @@ class Precision:
 
 
 def shard(model: M, mesh: DeviceMesh, *, precision: Precision = Precision(), small: int = SMALL) -> M:
-    """Leave each rank a part of each parameter of a model, in place, and return the model.
+    """Shard the parameters of a model over ranks, in place, and return the model.
+
+    Each rank keeps a part of each parameter.
 
     Outside of a forward, parameters are DTensors: build the optimizer afterwards. In a forward, each
     parameter is whole where it is read, and its gradient is averaged over the ranks. Without a plan, gathered

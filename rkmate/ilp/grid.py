@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rkmate.ilp.eviction import candidates
-from rkmate.ilp.heuristic import keep_nothing, recompute_missing
+from rkmate.ilp.heuristic import candidates, keep_nothing, recompute_missing
 from rkmate.ilp.highs import Highs, Status
 from rkmate.ilp.model import RECOMPUTE, TIE, TIME_SCALE, BlockModel
 from rkmate.ilp.settings import OptionSettings
@@ -214,10 +213,15 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
         # The backward reads nothing that could be forgotten.
         return OptionSet((save_all,), 0, 0, time.perf_counter() - begin)
 
+    block: _BlockProgram | None = None
+
     def left(share: float = 1.0) -> float:
-        """Return seconds that are left of a share of this block's time."""
-        return 0.0 if stop is not None and stop.is_set() else (
-            settings.block_limit * share - (time.perf_counter() - begin))
+        """Return seconds that are left of a share of this block's time; none where that share of its
+        iterations is used up."""
+        worked = 0 if block is None else block.highs.iterations
+        if (stop is not None and stop.is_set()) or worked > share * settings.block_iterations:
+            return 0.0
+        return settings.block_limit * share - (time.perf_counter() - begin)
 
     pareto = ParetoFront(settings.gap * sum(c.time for c in graph.c))
     pareto.options += [save_all, evaluate_option(graph, without_waste(graph, keep_nothing(stages)))]
@@ -228,7 +232,6 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
         pareto.options.append(evaluate_option(graph, without_waste(graph, order)))
     pareto.options = list(undominated(pareto.options))
     lowest = min(map(peak, pareto.options))
-    block: _BlockProgram | None = None
     if BlockModel.entries(stages) <= MODEL_ENTRIES and left() > 0:
         block = _BlockProgram(graph, settings, stop)
         lowest = block.model.lowest_peak

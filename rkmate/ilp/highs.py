@@ -204,6 +204,8 @@ class Highs:
         self._interrupted = False
         self._highs.cbMipInterrupt.subscribe(self._may_stop)
         self._relaxed = False
+        self.iterations = 0
+        """Iterations of the simplex method so far: a measure of work that is the same on every machine."""
 
     def fix(self, name: str, value: float) -> None:
         """Set both bounds of a variable. A name that the program does not have is ignored."""
@@ -247,6 +249,7 @@ class Highs:
         import highspy
 
         info = self._highs.getInfo()
+        self.iterations += max(0, info.simplex_iteration_count)
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         name = self._highs.getModelStatus().name
         status = status_of(name, found=found)

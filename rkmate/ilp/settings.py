@@ -20,6 +20,9 @@ class OptionSettings:
     block_limit: float = 10.0
     """Seconds of solving for one block's whole grid. After that, the solutions found so far answer the rest
     of the grid, which counts as timed out."""
+    block_iterations: int = 12_000
+    """Iterations of the simplex method for one block's whole grid, about a second. After that, as after
+    `block_limit`; which solutions are found does not depend on the machine, as it does with a clock."""
     total_limit: float = 30.0
     """Seconds of solving for all blocks of a model, on all cores. Each block gets at most its share of the
     time that is left when its turn comes."""
@@ -33,7 +36,7 @@ class OptionSettings:
     def __post_init__(self) -> None:
         if len(self.grid) != 2 or any(not isinstance(n, int) or n < 1 for n in self.grid):
             raise ArgumentError(f"grid is {self.grid!r}; it should be two integers of at least 1")
-        for name in ("time_limit", "block_limit", "total_limit", "gap"):
+        for name in ("time_limit", "block_limit", "block_iterations", "total_limit", "gap"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ArgumentError(f"{name} is {value!r}; it should be finite and not negative")

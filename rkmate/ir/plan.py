@@ -101,9 +101,9 @@ class PlanData:
     budget_bytes: int
     peak_bytes: int
     baseline_peak_bytes: int
-    """Predicted peak without rematerialization. Fractions of budgets are fractions of it, so it counts values
-    that are computed before the step, copies to undo a forward, and what the caller holds. The budget and the
-    peak are without these."""
+    """Predicted peak without rematerialization. Fractional budgets refer to this peak, so it counts values
+    that are computed before the step, copies to undo a forward, and tensors that the caller holds.
+    `budget_bytes` and `peak_bytes` exclude these."""
     step_seconds: float
     baseline_seconds: float
     bound_seconds: float | None

@@ -19,6 +19,7 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.device import Device, PartsMeter
 from rkmate.device.random_state import STATE_BYTES, unchanged_random_state
+from rkmate.errors import DeviceMemoryError
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, random_state
@@ -474,3 +475,40 @@ class _Runner:
             position = self.program.position[j]
             self.values[j] = result if position is None else result[position]
             self.made[j] = layout_of(self.values[j])
+
+
+# -- Measuring within the memory that there is -----------------------------------------------------
+#
+# Measuring on a device that others have filled: with what is free, or an error that says what to do.
+
+
+PART_OF_FREE = 0.8
+"""Part of free memory that measuring may take after it has run out of memory: an operation may take more than
+is known before it has run."""
+
+
+def measured_within(measure: Callable[[Callable[[], int] | None], Costs], limit: Callable[[], int] | None,
+                    device: torch.device, name: str) -> Costs:
+    """Return the result of `measure`, which gets the number of bytes that it may take. If the device has less
+    free memory, measure once more with a smaller number. `name`: of the model.
+
+    Raises:
+        DeviceMemoryError: too little is free even for single operations.
+    """
+    try:
+        return measure(limit)
+    except torch.OutOfMemoryError:
+        pass                # left first: the error holds the values of what ran
+    place = devices.of(device)
+    place.give_back()
+    memory = place.memory()
+    free = 0 if memory is None else memory.free + memory.cached
+    wanted = None if limit is None else limit()
+    less = int(PART_OF_FREE * free)
+    try:
+        return measure(lambda: less if wanted is None else min(less, wanted))
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(
+            f"there is too little memory on {device} to measure the operations of {name}: {free:,} bytes are "
+            'free. Free some (other models, other processes), count costs (Settings(costs="analytic")), or '
+            "plan on an emptier device, save the plan and give it to wrap (plan=)") from error

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rkmate.errors import WishError
+from rkmate.graph.blocks.lower import storage_bytes
 from rkmate.ir.cd import CNode, Cost
 from rkmate.ir.kernels import by_own_kernels, fastest, seconds_to_gain, seconds_to_save
 from rkmate.ir.plan import Run
 from rkmate.ir.schedule import unmet_wishes
 from rkmate.offload import target as offload
-from rkmate.pipeline import deferred_outputs
-from rkmate.pipeline.prepare import Prepared, compiled_by, fused_in, with_operation_costs
+from rkmate.pipeline.prepare import Blocked, Prepared, compiled_by, fused_in, with_operation_costs
 from rkmate.pipeline.refuse import bytes_of_any, lean_schedule, note_of, seconds_of_any
 from rkmate.pipeline.solve import Solved, runs_of, runs_of_operations, summarise
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, ask, found_in
@@ -23,6 +23,7 @@ from rkmate.planners.several_calls import ask_for_calls
 from rkmate.show.amounts import size
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import gc_pause
+from rkmate.torch_seam.nodes import VALUE
 
 # -- Attempts --------------------------------------------------------------------------------------
 #
@@ -133,7 +134,7 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         costs=tuple(prepared.costs[i] for i in range(len(prepared.graph.c))),
         graph=solved.summary if solved else summarise(prepared),
         note=whole_note(prepared, outcome.note), variant=blocked.variant.name, calls=calls,
-        deferred=deferred_outputs.names_of(blocked),
+        deferred=_deferred(blocked),
         gradients=prepared.settings.gradients, compiled=compiled_by(prepared.settings),
         fused=fused_in(parts.program.operation),
         stage_seconds=dict((solved or prepared).stage_seconds), first_seconds=outcome.first_seconds,
@@ -147,9 +148,30 @@ def whole_note(prepared: Prepared, note: str) -> str:
     beside = f"budget and peak are without {size(prepared.beside)} next to the step (values computed " \
         "before it, copies to undo a forward, what the caller holds), and the peak without " \
         "rematerialization is with it" if prepared.beside else ""
-    parts = (note, variant, beside, deferred_outputs.note_of(blocked), note_of(prepared),
+    parts = (note, variant, beside, _note_of_deferred(blocked), note_of(prepared),
              offload.note_of(prepared.graph.link, prepared.settings.costs))
     return "; ".join(part for part in parts if part)
+
+
+def _deferred(blocked: Blocked) -> tuple[str, ...]:
+    """Return the names of the outputs that a graph leaves out, and that are computed when they are read."""
+    result = blocked.traced.capture.result
+    return tuple(result.name_of(d.output) for d in blocked.partition.program.joint.deferred)
+
+
+def bytes_of_deferred(blocked: Blocked) -> int:
+    """Return the bytes that these outputs take once they are read."""
+    return sum(storage_bytes(d.result.meta[VALUE]) for d in blocked.partition.program.joint.deferred)
+
+
+def _note_of_deferred(blocked: Blocked) -> str:
+    deferred = blocked.partition.program.joint.deferred
+    if not deferred:
+        return ""
+    several = len(deferred) > 1
+    return (f"the output{'s' if several else ''} {' and '.join(_deferred(blocked))} "
+            f"{'are' if several else 'is'} computed when somebody reads {'them' if several else 'it'}, which "
+            f"takes {size(bytes_of_deferred(blocked))} on top of the plan")
 
 
 # -- Larger tiles ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -22,7 +22,7 @@ from torch import fx, nn
 from rkmate import device as devices
 from rkmate.device.inductor import check_compiler, form_of, fused
 from rkmate.device.inductor import version as compiler_version
-from rkmate.errors import ArgumentError, CaptureError, CompilerError, DeviceMemoryError, RkmateError
+from rkmate.errors import ArgumentError, CaptureError, CompilerError, RkmateError
 from rkmate.graph.blocks.identity import block_texts, classes_of
 from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.lower import Program, lower
@@ -43,7 +43,7 @@ from rkmate.ir.recompute import checkpointed
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.simulate import Simulation, peak_of_calls, simulate
 from rkmate.measure.analytic import Costs, analytic_costs
-from rkmate.measure.costs import measure
+from rkmate.measure.costs import measure, measured_within
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.runs import touched_bytes
 from rkmate.measure.settings import MeasureSettings
@@ -105,6 +105,10 @@ class Traced:
         """Return a copy that is planned within ``planning_seconds``, which its capture counts to."""
         seconds = self.settings.planning_seconds
         return self if seconds is None else replace(self, until=time.perf_counter() + seconds - self.seconds)
+
+    def with_deferred(self, outputs: Literal["auto", "never"]) -> Traced:
+        """Return a copy that defers outputs to their first read, or whose steps compute them all."""
+        return replace(self, settings=replace(self.settings, deferred_outputs=outputs))
 
     @property
     def is_late(self) -> bool:
@@ -479,43 +483,6 @@ def _fingerprint(parts: Partition, texts: Sequence[str], wishes: Wishes) -> str:
     if wishes:
         digest.update(repr((sorted(wishes.once), sorted(wishes.forgotten))).encode())
     return digest.hexdigest()
-
-
-# -- Measuring within the memory that there is -----------------------------------------------------
-#
-# Measuring on a device that others have filled: with what is free, or an error that says what to do.
-
-
-PART_OF_FREE = 0.8
-"""Part of free memory that measuring may take after it has run out of memory: an operation may take more than
-is known before it has run."""
-
-
-def measured_within(measure: Callable[[Callable[[], int] | None], Costs], limit: Callable[[], int] | None,
-                    device: torch.device, name: str) -> Costs:
-    """Return the result of `measure`, which gets the number of bytes that it may take. If the device has less
-    free memory, measure once more with a smaller number. `name`: of the model.
-
-    Raises:
-        DeviceMemoryError: too little is free even for single operations.
-    """
-    try:
-        return measure(limit)
-    except torch.OutOfMemoryError:
-        pass                # left first: the error holds the values of what ran
-    place = devices.of(device)
-    place.give_back()
-    memory = place.memory()
-    free = 0 if memory is None else memory.free + memory.cached
-    wanted = None if limit is None else limit()
-    less = int(PART_OF_FREE * free)
-    try:
-        return measure(lambda: less if wanted is None else min(less, wanted))
-    except torch.OutOfMemoryError as error:
-        raise DeviceMemoryError(
-            f"there is too little memory on {device} to measure the operations of {name}: {free:,} bytes are "
-            'free. Free some (other models, other processes), count costs (Settings(costs="analytic")), or '
-            "plan on an emptier device, save the plan and give it to wrap (plan=)") from error
 
 
 # -- Where a plan comes from -----------------------------------------------------------------------

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanningTimeout
-from rkmate.ilp.grid import lean_options
 from rkmate.ir.gradients import least_memory
 from rkmate.ir.kernels import seconds_to_save
 from rkmate.measure.analytic import (
@@ -23,7 +22,7 @@ from rkmate.measure.analytic import (
     without_temporaries,
 )
 from rkmate.pipeline.prepare import AsCheckpointed, Blocked, Prepared, block, with_operation_costs
-from rkmate.pipeline.solve import Solved, solve, solve_with
+from rkmate.pipeline.solve import Solved, solve, solve_lean
 from rkmate.pipeline.variants import CHANNELS_LAST, Variant, others
 from rkmate.planners.finish import finish
 from rkmate.planners.protocol import Composed, Outcome, Planner, Problem, smallest_budget
@@ -172,7 +171,7 @@ class Refused:
 
 def lean_problem(prepared: Prepared) -> Problem:
     """Return the planner's problem with the options of each block that no program is solved for."""
-    return solve_with(prepared, [lean_options(graph) for graph in prepared.class_graphs])
+    return solve_lean(prepared).problem
 
 
 def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused | None:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from rkmate import device as devices
@@ -28,7 +28,7 @@ from rkmate.pipeline.attempts import (
     plan_of,
     with_larger_tiles,
 )
-from rkmate.pipeline.plans_on_disk import place_of, recall, remember
+from rkmate.pipeline.following import place_of, recall, remember
 from rkmate.pipeline.prepare import (
     Blocked,
     Prepared,
@@ -52,9 +52,18 @@ from rkmate.pipeline.refuse import (
     tell,
 )
 from rkmate.pipeline.reserved import device_room, largest_that_fits
-from rkmate.pipeline.solve import Solved, solve
-from rkmate.pipeline.variants import CHANNELS_LAST, TILES, Variant, first, is_faster, may_be_faster, others
-from rkmate.planners.default import Auto
+from rkmate.pipeline.solve import Solved, solve, solve_lean, solve_more
+from rkmate.pipeline.variants import (
+    CHANNELS_LAST,
+    FASTER_BY,
+    TILES,
+    Variant,
+    first,
+    is_faster,
+    may_be_faster,
+    others,
+)
+from rkmate.planners.default import Auto, Default
 from rkmate.planners.offload_search import whole_at_once
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, best
 from rkmate.planners.registry import planner as find_planner
@@ -74,6 +83,9 @@ DEFAULT = "rockmate"
 """The planner that is taken unless a caller names one."""
 CURVE = 10
 """Budgets of a curve, unless the caller names them."""
+NEAR = 5e-3
+"""A schedule that takes no more than this part of its time above the bound is taken before the options of
+blocks are solved: they could gain no more than that."""
 
 
 def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
@@ -131,12 +143,13 @@ def _compared(prepared: Prepared, limit: int, planner: str,
     if known is not None:
         warn_of(known[0].prepared, known[1])
         return known[0]
-    taken: Planned | None = None
-    before: Plan | None = None
+    taken: _Found | None = None
+    before: _Found | None = None
     refused: list[Refused] = []
     late: list[str] = []
     spent = {blocked.variant: sum(prepared.stage_seconds.values()) - traced.seconds}
     variants = (blocked.variant, *others(traced.settings, blocked.concerned))
+    quick: list[_Found] = []
     for number, variant in enumerate(variants):
         start, here = time.perf_counter(), prepared
         traced.progress.part = f" (graph {number + 1} of at most {len(variants)})" if number else ""
@@ -159,25 +172,76 @@ def _compared(prepared: Prepared, limit: int, planner: str,
             found = _fastest(here, method, limit)
             if isinstance(found, Refused):
                 refused.append(found)
-            elif taken is None or _wins(found.plan, taken.plan, before, variant):
-                taken = found
-            if variant is blocked.variant and taken is not None:
-                before = taken.plan
+            else:
+                quick.append(found)
+                if variant is blocked.variant:
+                    before = found
+                own = None if before is None else before.plan
+                if taken is None or _wins(found.plan, taken.plan, own, variant):
+                    taken = found
         spent[variant] = spent.get(variant, 0.0) + time.perf_counter() - start
     traced.progress.part = ""
     if taken is None:
         raise error_of_all(refused, method)
-    rest = sum(seconds for variant, seconds in spent.items() if variant is not taken.prepared.blocked.variant)
-    plan = _against(taken.plan, before, prepared)
+    taken, before = _searched_longer(quick, taken, before, method, limit, spent)
+    here, of_first = taken.planned.prepared, None if before is None else before.plan
+    rest = sum(seconds for variant, seconds in spent.items() if variant is not here.blocked.variant)
+    plan = _against(taken.plan, of_first, prepared)
     if len(spent) > 1:
         plan = replace(plan, stage_seconds={**plan.stage_seconds, "other variants": rest})
     if late:
         plan = replace(plan, note=f"{plan.note}; planning_seconds left no time for {', '.join(late)}")
-    taken, reason = replace(taken, plan=plan), _reason(taken.plan, before)
-    warn_of(taken.prepared, reason)
+    planned, reason = replace(taken.planned, plan=plan), _reason(taken.plan, of_first)
+    warn_of(here, reason)
     if place is not None:
-        remember(place, taken, reason)
-    return taken
+        remember(place, planned, reason)
+    return planned
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plan of one variant, and how it was found."""
+
+    planned: Planned
+    few: Solved | None = None
+    """The options of blocks that it was found with, if these are only those that need no solver: another
+    search, with more of them, may find a faster plan."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    def may_take(self, seconds: float) -> bool:
+        """Return whether another search may find a plan that takes clearly less than so many seconds."""
+        bound = self.plan.bound_seconds
+        return self.few is not None and (bound is None or bound < (1 - NEAR) * min(
+            seconds, self.plan.step_seconds))
+
+
+def _searched_longer(quick: Sequence[_Found], taken: _Found, before: _Found | None, method: Planner,
+                     limit: int, spent: dict[Variant, float]) -> tuple[_Found, _Found | None]:
+    """Search again, with all options of blocks, where that may change which plan is taken, or make it faster
+    by more than `NEAR`. Returns the plan to take and that of the first variant. `quick`: the plans of all
+    variants; `spent`: each variant's seconds, counted on."""
+    traced = taken.planned.prepared.blocked.traced
+    for found in sorted(quick, key=lambda f: f.plan.step_seconds):
+        variant = found.planned.prepared.blocked.variant
+        # The first variant is taken unless another one is faster by a margin.
+        margin = taken.plan.step_seconds / (1 - FASTER_BY) if found is before else taken.plan.step_seconds
+        if traced.is_late or not found.may_take(margin):
+            continue
+        start = time.perf_counter()
+        longer = _in_larger_tiles(_with_more_options(found, method, limit), method, limit)
+        spent[variant] += time.perf_counter() - start
+        before = longer if found is before else before
+        if found is taken:
+            taken = longer
+        elif longer is before:
+            taken = taken if is_faster(taken.plan.step_seconds, before.plan.step_seconds,
+                                       taken.planned.prepared.blocked.variant) else before
+        elif _wins(longer.plan, taken.plan, None if before is None else before.plan, variant):
+            taken = longer
+    return taken, before
 
 
 def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bool:
@@ -336,11 +400,16 @@ def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: S
     return plans, refused
 
 
-def _fastest(prepared: Prepared, method: Planner, limit: int) -> Planned | Refused:
+def _fastest(prepared: Prepared, method: Planner, limit: int) -> _Found | Refused:
     """Return a plan of one variant for one budget alone."""
     found = _whole_or_searched(prepared, method, limit)
-    return found if isinstance(found, Refused) else \
-        replace(found, plan=_LargerTiles(prepared, method).of(found.plan, limit))
+    return found if isinstance(found, Refused) else _in_larger_tiles(found, method, limit)
+
+
+def _in_larger_tiles(found: _Found, method: Planner, limit: int) -> _Found:
+    planned = found.planned
+    plan = _LargerTiles(planned.prepared, method).of(planned.plan, limit)
+    return replace(found, planned=replace(planned, plan=plan))
 
 
 class _LargerTiles:
@@ -351,13 +420,19 @@ class _LargerTiles:
         # What else "auto" asks may take all of its time again.
         self.method = method.default if isinstance(method, Auto) else method
         self.leaner_left_out = functools.cache(functools.partial(leaner_left_out, prepared))
-        self.solve = functools.cache(lambda larger: solve(larger))
+        self.lean, self.more = functools.cache(solve_lean), functools.cache(solve_more)
 
     def of(self, plan: Plan, limit: int) -> Plan:
         """Return a plan within `limit` bytes that is faster by its kernels, or the plan as it is."""
         def search(larger: Prepared, seconds: float | None) -> Planned | None:
-            found = _whole_or_searched(larger, self.method, limit, seconds, self.solve)
-            return None if isinstance(found, Refused) else found
+            until = None if seconds is None else time.perf_counter() + seconds
+            found = _whole_or_searched(larger, self.method, limit, seconds, self.lean, self.more)
+            if isinstance(found, Refused):
+                return None
+            if found.may_take(plan.step_seconds):
+                left = None if until is None else max(0.0, until - time.perf_counter())
+                found = _with_more_options(found, self.method, limit, left, self.more)
+            return found.planned
 
         if not isinstance(self.method, Composed):
             return plan
@@ -365,23 +440,55 @@ class _LargerTiles:
 
 
 def _whole_or_searched(prepared: Prepared, method: Planner, limit: int, time_limit: float | None = None,
-                       solver: Callable[[Prepared], Solved] | None = None) -> Planned | Refused:
+                       lean: Callable[[Prepared], Solved] | None = None,
+                       more: Callable[[Solved], Solved] | None = None) -> _Found | Refused:
     """Plan with the smallest-memory kernel of each computation. If a composed planner's budget holds the
-    whole step, or is clearly too small, no integer program is solved. `time_limit`: seconds; what the
-    settings leave by default. `solver`: `solve` by default."""
+    whole step, or is clearly too small, no integer program is solved. The default planner is asked with the
+    options of blocks that need no solver, first. `time_limit`: seconds; what the settings leave by default.
+    `lean`, `more`: make options."""
     whole = fits(prepared, method, limit)
     at_once = None if whole else refused_at_once(prepared, method, limit)
     if at_once is not None:
         return at_once
     seconds = prepared.blocked.traced.seconds_left if time_limit is None else time_limit
-    sent = None if whole else sent_whole(prepared, method, limit, seconds)
+    if whole:
+        attempt = attempted(prepared, None, method, limit, time_limit=seconds)
+        assert attempt.plan is not None
+        return _Found(Planned(attempt.plan, prepared, said=attempt.note))
+    sent = sent_whole(prepared, method, limit, seconds)
     if sent is not None:
-        return Planned(plan_of(prepared, None, method.name, limit, sent), prepared, said=sent.note)
-    solved = None if whole else (solver or solve)(prepared)
-    attempt = attempted(prepared, solved, method, limit, time_limit=seconds)
+        return _Found(Planned(plan_of(prepared, None, method.name, limit, sent), prepared, said=sent.note))
+    begin, few = time.perf_counter(), (lean or solve_lean)(prepared)
+    # The default planner is asked twice, except for copies: these take a search of their own.
+    if isinstance(method, Default) and prepared.settings.calls == 1 and prepared.graph.link is None:
+        attempt = attempted(prepared, few, method, limit, time_limit=seconds, known=())
+        if attempt.plan is not None:
+            return _Found(Planned(attempt.plan, prepared, _orders(few), attempt.note), few)
+    solved = (more or solve_more)(few)
+    left = None if seconds is None else max(0.0, seconds - (time.perf_counter() - begin))
+    attempt = attempted(prepared, solved, method, limit, time_limit=left)
     if attempt.plan is None:
         return Refused(prepared, limit, solved, attempt.status == "timeout", attempt.note)
-    return Planned(attempt.plan, prepared, () if solved is None else _orders(solved), attempt.note)
+    return _Found(Planned(attempt.plan, prepared, _orders(solved), attempt.note))
+
+
+def _with_more_options(found: _Found, method: Planner, limit: int, time_limit: float | None = None,
+                       more: Callable[[Solved], Solved] | None = None) -> _Found:
+    """Return what a planner finds with all options of blocks, or what was found before where that is
+    faster."""
+    assert found.few is not None
+    before, prepared = found.plan, found.planned.prepared
+    begin, solved = time.perf_counter(), (more or solve_more)(found.few)
+    left = None if time_limit is None else max(0.0, time_limit - (time.perf_counter() - begin))
+    middle = time.perf_counter()
+    attempt = attempted(prepared, solved, method, limit, time_limit=left)
+    spent = {**before.stage_seconds, **{stage: solved.stage_seconds[stage] for stage in ("options", "chain")},
+             "search": before.stage_seconds["search"] + time.perf_counter() - middle}
+    if attempt.plan is None or attempt.plan.step_seconds >= before.step_seconds:
+        return _Found(replace(found.planned, plan=replace(before, stage_seconds=spent)))
+    plan = replace(attempt.plan, first_seconds=before.first_seconds or before.step_seconds,
+                   stage_seconds=spent)
+    return _Found(Planned(plan, prepared, _orders(solved), attempt.note))
 
 
 def _orders(solved: Solved) -> Orders:

@@ -101,11 +101,11 @@ class Settings:
     slots: int | None = None
     """Memory slots of the default planner's dynamic program; None: the value in `planner`."""
     planning_seconds: float | None = None
-    """Time limit of planning, in seconds, the capture and measuring included. Stages that can stop early get
-    what is left: the options of blocks half of it, then the planner's search (the integer programs on the
-    whole graph, ``auto``, ``dtr``), larger tiles and other variants of the graph. If the capture alone takes
-    longer, the first plan within the budget is taken. On a curve, the search for each budget gets this many
-    seconds. None: each stage has its own limit."""
+    """Time limit of planning, in seconds, including capture and measuring. Stages that can stop early share
+    the time that is left: the options of blocks get half of it, then follow the planner's search (the integer
+    programs on the whole graph, ``auto``, ``dtr``), larger tiles and other variants of the graph. If the
+    capture alone takes longer, the first plan within the budget is taken. On a curve, the search for each
+    budget gets this many seconds. None: each stage has its own limit."""
     chunked_loss: When = "auto"
     """When to compute the last product and its cross entropy a few rows at a time. ``"auto"``: if the whole
     step does not fit, and either this is faster by more than a percent of the step or nothing else meets the

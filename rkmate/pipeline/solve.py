@@ -14,7 +14,7 @@ from torch import fx
 
 from rkmate.graph.blocks.infos import Modules
 from rkmate.ilp import OptionSet, solve_options
-from rkmate.ilp.grid import evaluate_option
+from rkmate.ilp.grid import evaluate_option, lean_options
 from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.chain import Backward, Block, Chain, Forward, Op, Option
 from rkmate.ir.chain import Option as BlockOption
@@ -58,12 +58,26 @@ class Solved:
 
 def solve(prepared: Prepared) -> Solved:
     """Return the options of every class of blocks, by integer programs, and the chain of blocks."""
+    return solve_more(solve_lean(prepared))
+
+
+def solve_lean(prepared: Prepared) -> Solved:
+    """Return the few options of every class of blocks that need no solver, and the chain of blocks."""
     start = time.perf_counter()
-    sets = options_of(prepared)
-    middle = time.perf_counter()
-    problem = solve_with(prepared, sets)
+    problem = solve_with(prepared, [lean_options(graph) for graph in prepared.class_graphs])
     return Solved(prepared, problem, summarise(prepared), {
-        **prepared.stage_seconds, "options": middle - start, "chain": time.perf_counter() - middle})
+        **prepared.stage_seconds, "chain": time.perf_counter() - start})
+
+
+def solve_more(lean: Solved) -> Solved:
+    """Return what `solve` does. What is known of the graph alone stays known."""
+    start = time.perf_counter()
+    sets = options_of(lean.prepared)
+    middle = time.perf_counter()
+    problem = lean.problem.with_chain(chain_of(lean.prepared, sets))
+    return replace(lean, problem=problem, stage_seconds={
+        **lean.stage_seconds, "options": middle - start,
+        "chain": lean.stage_seconds["chain"] + time.perf_counter() - middle})
 
 
 def solve_with(prepared: Prepared, sets: Sequence[OptionSet]) -> Problem:

@@ -346,7 +346,7 @@ class _Search:
         self.left = max(0.0, self.left - took)
         if outcome.bound is not None:
             self.bound = max(self.bound or 0.0, outcome.bound)
-            self.cut = took >= share
+            self.cut = outcome.cut_short
         found = sorted(outcome.others, key=lambda c: c.seconds)[:entry.finished] if entry.finished > 1 else []
         self.pending += [replace(c, note=_note(entry.origin))
                          for c in found or taken_in(self.problem, outcome)]

@@ -36,6 +36,15 @@ class Problem:
     stages: Stages | None = field(default=None, repr=False)
     """A second chain of the graph: the children of an `nn.Sequential`; None for other models."""
     _memory: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
+    _of_graph: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
+    """What was computed of the graph alone."""
+
+    def with_chain(self, chain: Chain) -> Problem:
+        """Return the problem with other options of its blocks. What was computed of the graph alone stays
+        known."""
+        made = replace(self, chain=chain)
+        made._of_graph.update(self._of_graph)
+        return made
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result of `make`, computed once per problem. `make` is a pure function of the problem,
@@ -44,6 +53,13 @@ class Problem:
         if key not in self._memory:
             self._memory[key] = make()
         return self._memory[key]  # type: ignore[return-value]
+
+    def once_of_graph(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the result of `make`, as `once` does; it depends on the graph alone, and serves the problems
+        with other options of the same blocks, too."""
+        if key not in self._of_graph:
+            self._of_graph[key] = make()
+        return self._of_graph[key]  # type: ignore[return-value]
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """Return the judge's word on a schedule."""
@@ -86,6 +102,8 @@ class Outcome:
     """The block operations that the schedule is made of; empty when it is not made of such."""
     smallest: int | None = None
     """Bytes of the smallest budget that the planner is known to meet; None: unknown."""
+    cut_short: bool = False
+    """Whether the planner's time was over before it was done."""
     first_seconds: float | None = None
     """Time of the first schedule that was found within the budget; None: there was one only."""
     others: tuple[Candidate, ...] = field(default=(), repr=False)
@@ -208,7 +226,7 @@ def judged(problem: Problem, order: Sequence[int], loss_at: int, note: str = "")
 def whole_step(problem: Problem) -> Candidate:
     """Return the candidate that runs every computation once, in the graph's order."""
     graph = problem.graph
-    return problem.once("whole step", lambda: judged(problem, range(len(graph.c)), graph.loss))
+    return problem.once_of_graph("whole step", lambda: judged(problem, range(len(graph.c)), graph.loss))
 
 
 def best(candidates: Iterable[Candidate], budget: int, note: str = "") -> Outcome:

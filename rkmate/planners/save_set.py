@@ -359,17 +359,19 @@ class SaveSet:
         if budget < program.least_bytes:
             return replace(infeasible(f"a backward node alone needs {program.least_bytes:,} bytes"),
                            bound=program.seconds)
-        search = _Search(problem, program, budget, TIME_LIMIT if time_limit is None else time_limit)
-        search.run()
+        seconds = TIME_LIMIT if time_limit is None else time_limit
+        search = problem.once_of_graph((self.name, budget, seconds),
+                                       lambda: _Search(problem, program, budget, seconds).run())
         found = best(search.found, budget)
         if found.schedule is None:
             found = replace(found, note="what is kept leaves no room for what is made again")
-        return replace(found, bound=program.seconds + search.bound, others=tuple(search.found))
+        return replace(found, bound=program.seconds + search.bound, others=tuple(search.found),
+                       cut_short=search.cut_short)
 
 
 def save_set_program(problem: Problem) -> SaveSetProgram:
     """Return the program of a problem; it serves every budget."""
-    return problem.once("save-set program", lambda: SaveSetProgram(
+    return problem.once_of_graph("save-set program", lambda: SaveSetProgram(
         problem.graph, problem.pinned, problem.reserve_at_loss))
 
 
@@ -384,29 +386,33 @@ class _Search:
         self.found: list[Candidate] = []
         self.until = time.perf_counter() + seconds
         self.bound = 0.0
+        self.cut_short = False
 
-    def run(self) -> None:
+    def run(self) -> _Search:
+        """Solve the programs; returns the search, which has what was found."""
         times: list[int] = []
         memory = self.budget
         for _ in range(ROUNDS):
             left = self.until - time.perf_counter()
             if left <= 0 or memory <= 0:
-                return
+                break
             kept = self.program.solve(memory, times, time_limit=left)
             if kept is None:
-                return
+                break
             if memory == self.budget:
                 self.bound = max(self.bound, kept.bound)
             found, at = self._expand(kept, times)
             self.found.append(found)
             if found.peak <= self.budget:
-                return
+                break
             more = times if at is None else add_checkpoint_time(times, at)
             if more == times or len(more) > CHECKPOINT_TIMES:
                 # The peak stands in what is made again, which the program does not see.
                 memory -= min(max(found.peak - self.budget, self.budget // 200), self.budget // 50)
             else:
                 times = more
+        self.cut_short = time.perf_counter() >= self.until
+        return self
 
     def _expand(self, kept: SaveSets, times: Sequence[int]) -> tuple[Candidate, int | None]:
         """Return the schedule, and the backward node before which, or at which, its peak stands."""

@@ -14,7 +14,6 @@ from rkmate.errors import DeferredOutputError
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.structure import Structure
 from rkmate.graph.passes.joint import Joint
-from rkmate.pipeline.deferred_outputs import name_of
 from rkmate.runtime.environment import Environment, version
 from rkmate.runtime.segments import without_autocast
 from rkmate.support.warn import warn
@@ -219,7 +218,7 @@ class DeferredOutputs:
         place = {node: k for k, node in enumerate(joint.kept)}
         self._device = device
         self._outputs = [_Output(
-            d.output, name_of(result, d.output), _form(d.result.meta[VALUE]), function,
+            d.output, result.name_of(d.output), _form(d.result.meta[VALUE]), function,
             {source_key(d.sources[mine]): place[theirs] for mine, theirs in d.kept.items()},
             tuple(source_key(s) for s in d.sources.values() if s.kind != "kept"))
             for d, function in zip(joint.deferred, functions, strict=True)]

@@ -29,6 +29,7 @@ from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.structure import owner_name, piece_of, take_apart
 from rkmate.graph.passes.joint import Joint
 from rkmate.offload.protocol import CopyEngine
+from rkmate.runtime.adapters import around_step
 from rkmate.runtime.deferred import DeferredOutputs
 from rkmate.runtime.environment import (
     Additions,
@@ -333,7 +334,8 @@ class PlannedStep:
         self.capture = capture
         self.generated = generated
         self.device = device
-        self._repeats = capture.repeats
+        self.around = around_step(capture)
+        """What happens around each step."""
         self.wanted = program.joint.wanted
         self.caller = _caller_tensors(model, capture, program.joint, generated)
         self.targets = _targets(capture, generated)
@@ -361,15 +363,12 @@ class PlannedStep:
                  finished: Callable[[], None] | None = None,
                  opened: Callable[[Call], None] | None = None,
                  read: Callable[[str], None] | None = None, original: Original | None = None,
-                 verify: bool = False, leaves: Callable[[], Sequence[Any]] = tuple) -> Any:
-        """Run the forward of one step. The backward follows through autograd, and calls `finished`. `opened`:
-        called with the call when its forward has run; `read`: called with the name of an output that is read
-        and that the step leaves out; `original`: for a double backward; `verify`: compare checksums of data
-        that is sent away; `leaves`: returns the leaves of the arguments, if the forward changes objects among
-        them."""
+                 verify: bool = False) -> list[Any]:
+        """Run the forward of one step, and return its outputs. The backward follows through autograd, and
+        calls `finished`. `tensors`: the inputs of the step; `opened`: called with the call when its forward
+        has run; `read`: called with the name of an output that is read and that the step leaves out;
+        `original`: for a double backward; `verify`: compare checksums of data that is sent away."""
         caller, targets, known = self.caller, self.targets, self.outputs
-        if self._repeats:
-            tensors = [*tensors, *(tensors[i] for i in self._repeats)]
         sources = caller.now(tensors)
         additions = Additions(sources, self._additions) if self._additions else None
         versions = caller.versions(sources)
@@ -423,9 +422,7 @@ class PlannedStep:
             places = caller.inputs
             connect_unplanned(call, unplanned, flat, known.unplanned, [
                 tensors[places[k]] if k in places else sources[k] for k in targets.all])
-        if self.capture.effects:
-            self.capture.effects.repeat(leaves, [*tensors[:self.capture.inputs.count], *flat])
-        return self.capture.result.fill(flat)
+        return flat
 
     def _again(self, original: Original, tensors: Sequence[torch.Tensor], sources: Held,
                draws: RandomState | None) -> WithGraph:

@@ -1,5 +1,5 @@
-"""Guards: everything that a plan is specialised on, how it is read at each call, what is observed of inputs,
-and what has changed since a plan was made."""
+"""Guards: everything that a plan is specialised on, how it is read at each call, and what has changed since a
+plan was made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.recipe import Recipe, Recipes
 from rkmate.graph.capture.state import Assigned
 from rkmate.graph.capture.structure import take_call_apart
 from rkmate.runtime.snapshot import (
@@ -28,7 +27,6 @@ from rkmate.runtime.snapshot import (
     forwards,
     snapshot,
 )
-from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import BUFFERS, HOOK_KINDS, PARAMETERS, SUBMODULES
 from rkmate.torch_seam.patches.features import GUARDS
 from rkmate.torch_seam.patches.libraries import is_observer
@@ -298,60 +296,3 @@ def changing(key: Guards, others: Iterable[Guards]) -> list[str]:
         return []
     *before, now = [dict(p.content) for p in (*alike[1 - _MANY:], key.attributes)]
     return [name for name in now if len({p.get(name) for p in (*before, now)}) == _MANY]
-
-
-# -- Observations of inputs ------------------------------------------------------------------------
-#
-# What a forward observes of the values of its inputs, as a part of the signature.
-#
-# Most forwards look at no values: nothing is asked then. Where one does, its recipes run before each step;
-# what they observe belongs to the key of a plan, and what they compute to its inputs.
-
-
-MANY = 8
-"""Plans of calls that differ in nothing else, until it is said that each takes one."""
-_NEW = ("new",)
-"""Observations before any recipe has observed something."""
-
-
-class Observations:
-    """The recipes of the signatures of one module."""
-
-    def __init__(self) -> None:
-        self._of: dict[Guards, Recipes] = {}
-        self._seen: dict[Guards, set[tuple[str, ...]]] = {}
-
-    def add(self, key: Guards, recipe: Recipe | None) -> Guards:
-        """Record that a call of this signature was captured. Returns its key, with the forward's
-        observations."""
-        key = key._replace(values=())
-        if recipe is None:
-            return key
-        self._of.setdefault(key, Recipes()).add(recipe)
-        seen = self._seen.setdefault(key, set())
-        if recipe.observed not in seen:
-            seen.add(recipe.observed)
-            if len(seen) == MANY:
-                warn(f"the forward looks at values of its inputs, and {MANY} calls of the same shapes had "
-                     "other ones (how many elements a mask picks, say): each takes a plan of its own. Let "
-                     "fewer occur, by padding, or compute without looking ('Values of inputs' in "
-                     "docs/limits.md)")
-        return key._replace(values=recipe.observed)
-
-    def keep(self, keys: Iterable[Guards]) -> None:
-        """Forget signatures other than these: no plan of theirs is kept."""
-        kept = {k._replace(values=()) for k in keys}
-        self._of = {k: v for k, v in self._of.items() if k in kept}
-        self._seen = {k: v for k, v in self._seen.items() if k in kept}
-
-    def of(self, key: Guards, tensors: list[torch.Tensor]) -> tuple[Guards, list[torch.Tensor]]:
-        """Return the key of a call with these tensors, and the inputs of its plan."""
-        recipes = self._of.get(key) if self._of else None
-        if recipes is None:
-            return key, tensors
-        found = recipes.run(tensors)
-        if found is None:
-            return key._replace(values=_NEW), tensors
-        observed, computed = found
-        return key._replace(values=observed), [*tensors, *computed]
-

@@ -1,23 +1,34 @@
-"""Lengths planned ahead, and inputs padded to them.
+"""Calls of other lengths and sizes: lengths planned ahead, and captures derived from those of other sizes.
 
-Both are asked for: ``RunSettings(lengths=(128, 256), pad={"input_ids": 0})``. The sequence's dimension is the
-second. The arguments that `pad` names (without it, all that have such a dimension) have one length there.
+Lengths are planned ahead on request: ``RunSettings(lengths=(128, 256), pad={"input_ids": 0})``. The length is
+the second dimension. The arguments that `pad` names (without it, all that have such a dimension) have one
+length. `rkmate.runtime.adapters.Padding` pads calls to the planned lengths.
 """
 
 from __future__ import annotations
 
 import inspect
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
-from rkmate.graph.capture.structure import take_apart
-from rkmate.torch_seam.containers import tensors_in
+from rkmate.graph.capture.capture import Capture
+from rkmate.graph.sizes import family
+from rkmate.graph.sizes.dry_run import Recording
+from rkmate.graph.sizes.family import KnownCall, derived, possible
+from rkmate.runtime.guards import Guards
+from rkmate.support.planning_lock import capture_lock
+
+logger = logging.getLogger("rkmate")
+
+# -- Lengths planned ahead -------------------------------------------------------------------------
+
 
 DIMENSION = 1
 """Dimension of a sequence, in arguments and outputs: the one after the batch."""
@@ -34,49 +45,19 @@ class Lengths:
     names: tuple[str, ...]
     """Names of the positional arguments."""
 
-    def fitted(self, args: tuple[Any, ...], kwargs: dict[str, Any]
-               ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], Any]]:
-        """Return a call's arguments at the next planned length, and a function that cuts its output back. A
-        call that has a planned length, or one above all of them, stays as it is."""
-        if self.pad is None:
-            return args, kwargs, _same
-        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        length = _common_length({k: named[k] for k in self.pad if named.get(k) is not None})
-        at = bisect_left(self.lengths, length)
-        if at == len(self.lengths) or self.lengths[at] == length:
-            return args, kwargs, _same
-        longer = self.lengths[at]
-        others = {f"argument {k}": a for k, a in enumerate(args) if k >= len(self.names)}
-        for name, value in {**named, **others}.items():
-            alone = isinstance(value, torch.Tensor)
-            if (name not in self.pad or not alone) and any(_length(t) == length for t in tensors_in(value)):
-                raise ArgumentError(
-                    f"pad says nothing of {name!r}, which has the length {length} as the arguments that it "
-                    "names: give it a padding value, too" if alone else
-                    f"{name!r} holds a tensor of the length {length}, as the arguments have that pad names, "
-                    "and only what is an argument by itself is padded: hand it over so, or pad it before")
-
-        def fit(name: str, value: Any) -> Any:
-            return _resized(value, longer, self.pad[name]) if self.pad and name in self.pad else value
-
-        def cut(output: Any) -> Any:
-            tensors, structure = take_apart(output, result=False)
-            return structure.fill([t.narrow(DIMENSION, 0, length) if _length(t) == longer else t
-                                   for t in tensors])
-
-        count = len(self.names)
-        return (tuple(fit(n, a) for n, a in zip(self.names, args, strict=False)) + args[count:],
-                {k: fit(k, v) for k, v in kwargs.items()}, cut)
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name."""
+        return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
     def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]
                 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return the sample at every planned length: cut, or made longer by its own last elements (which are
         valid indices)."""
-        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        length = _common_length({k: v for k, v in named.items() if self.pad is None or k in self.pad})
+        named = self.named(args, kwargs)
+        length = common_length({k: v for k, v in named.items() if self.pad is None or k in self.pad})
 
         def at(value: Any, longer: int) -> Any:
-            return _resized(value, longer, None) if _length(value) == length else value
+            return resized(value, longer, None) if length_of(value) == length else value
 
         return [(tuple(at(a, n) for a in args), {k: at(v, n) for k, v in kwargs.items()})
                 for n in self.lengths]
@@ -102,26 +83,23 @@ def checked_lengths(model: nn.Module, lengths: Any, pad: Any) -> Lengths | None:
     return Lengths(tuple(sorted(set(lengths))), None if pad is None else dict(pad), names)
 
 
-def _same(output: Any) -> Any:
-    return output
-
-
-def _length(value: Any) -> int | None:
+def length_of(value: Any) -> int | None:
+    """Return the length of a tensor that has one."""
     return value.shape[DIMENSION] if isinstance(value, torch.Tensor) and value.dim() > DIMENSION else None
 
 
-def _common_length(values: Mapping[str, Any]) -> int:
+def common_length(values: Mapping[str, Any]) -> int:
     """Return the length of arguments that should have one. Raises `ArgumentError`."""
-    found = {k: n for k, v in values.items() if (n := _length(v)) is not None}
+    found = {k: n for k, v in values.items() if (n := length_of(v)) is not None}
     if len(set(found.values())) != 1:
         raise ArgumentError(f"lengths= needs arguments with one length in dimension {DIMENSION}, and there "
                             f"are {found or 'none'}: name those that have it with pad=")
     return next(iter(found.values()))
 
 
-def _resized(value: Any, length: int, fill: float | None) -> Any:
+def resized(value: Any, length: int, fill: float | None) -> Any:
     """Return a tensor of another length; longer by `fill`, or by its own last elements."""
-    now = _length(value)
+    now = length_of(value)
     if now is None or now == length:
         return value
     if now > length:
@@ -133,3 +111,89 @@ def _resized(value: Any, length: int, fill: float | None) -> Any:
         value.detach().narrow(DIMENSION, now - 1, 1).expand(shape)
     made = torch.cat([value if fill is not None else value.detach(), end], DIMENSION)
     return made if fill is not None else made.requires_grad_(value.requires_grad)
+
+
+# -- Captures of other sizes -----------------------------------------------------------------------
+#
+# Two full captures of a call at different sizes, and dry runs of both, give the graph of a third
+# (`rkmate.graph.sizes.resized`). Each is a member of a family: the signatures that are equal except for the
+# lengths and strides of the arguments.
+
+
+MEMBERS = 4
+"""Captures that a new size is derived from, at most: the latest."""
+SAID = (10, 100, 1000, 10_000, 100_000)
+"""Numbers of new sizes after which a message says how long they took."""
+
+
+@dataclass
+class Member:
+    """A signature that was captured in full."""
+
+    key: Guards
+    known: KnownCall
+
+
+@dataclass
+class NewSizes:
+    """Counts the sizes that were planned after the first one, and their seconds."""
+
+    derived: int = 0
+    """Number of sizes derived from captures of other sizes."""
+    captured: int = 0
+    """Number of sizes captured themselves."""
+    seconds: float = 0.0
+    told: set[int] = field(default_factory=set)
+
+    def add(self, derived: bool, seconds: float) -> None:
+        """Count one size. At the numbers in `SAID`, log how long all of them took."""
+        if derived:
+            self.derived += 1
+        else:
+            self.captured += 1
+        self.seconds += seconds
+        count = self.derived + self.captured
+        if count in SAID:
+            logger.warning("%d new signatures planned in %.1f s so far, %d of them from captures of other "
+                           "sizes", count, self.seconds, self.derived)
+
+
+def alike(a: Guards, b: Guards) -> bool:
+    """Return whether two signatures differ in the sizes of their arguments at most."""
+    return len(a.inputs) == len(b.inputs) and a._replace(inputs=b.inputs) == b and all(
+        len(s[0]) == len(t[0]) and s[1:4] == t[1:4] and isinstance(s[4], tuple) and isinstance(t[4], tuple)
+        for s, t in zip(a.inputs, b.inputs, strict=True))
+
+
+def comparable(key: Guards, other: Guards) -> bool:
+    """Return whether no size that differs is 0 or 1, which torch treats otherwise (broadcasting, strides)."""
+    return all(a == b or min(a, b) > 1 for s, t in zip(key.inputs, other.inputs, strict=True)
+               for a, b in zip(s[0], t[0], strict=True))
+
+
+def derive(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: Guards,
+           members: Sequence[Member]) -> tuple[Capture | None, Recording | None]:
+    """Return the capture of a call from those of its family, if that is certain; and the dry run of the
+    call."""
+    if not possible(shapes_of(key), [shapes_of(m.key) for m in members]):
+        return None, None
+    start = time.perf_counter()
+    with capture_lock:
+        found, new = derived(model, args, kwargs, [m.known for m in members])
+    if new is not None:
+        logger.debug("a call of another size: %s in %.2f s", "derived" if found is not None else
+                     "to be captured, as its operations or sizes are not those of the known ones",
+                     time.perf_counter() - start)
+    return found, new
+
+
+def compare(model: nn.Module, members: Sequence[Member]) -> None:
+    """Do what further sizes of a family need of its captures: at a call that is captured in full it hardly
+    counts, and at the first derived one it would be most of what that takes."""
+    with capture_lock:
+        family.compare(model, [m.known for m in members])
+
+
+def shapes_of(key: Guards) -> list[Sequence[int]]:
+    """Return the shapes of a signature's tensors."""
+    return [place[0] for place in key.inputs]

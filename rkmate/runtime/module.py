@@ -17,10 +17,10 @@ from rkmate.device import Statistics
 from rkmate.device.statistics import PeakWatch
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.answers import OtherAnswer
-from rkmate.graph.capture.effects import leaves_of
 from rkmate.graph.capture.refusals import refuse_data_parallelism, refuse_flat_parameters
 from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.settings import NewShape as NewShape
+from rkmate.runtime.adapters import Adapter, Arguments, before_a_plan, run_around
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, Original
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
@@ -101,7 +101,7 @@ class PlannedModule(StandIn):
     """
 
     _FIELDS = frozenset(("_plans", "_latest", "_reader", "_told", "_unplanned", "_verify", "_on_new_shape",
-                         "_planned_forward", "_lengths"))
+                         "_planned_forward", "_lengths", "_around"))
     _has_class_of_original: ClassVar[bool] = True
     """Whether its class has a forward with the signature of the original's class."""
     _plans: PlanCache
@@ -113,6 +113,7 @@ class PlannedModule(StandIn):
     _verify: bool
     _on_new_shape: NewShape
     _lengths: Lengths | None
+    _around: tuple[Adapter, ...]
     _planned_forward: MethodType
     """The value of `forward`, as long as no library replaces it."""
 
@@ -139,9 +140,14 @@ class PlannedModule(StandIn):
         forward = MethodType(_with_signature_of(self._original), self)
         self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
                              _on_new_shape=on_new_shape, _told=set(), _unplanned=set(), _latest=None,
-                             _lengths=lengths,
                              _reader=ModuleReader(traceable(self._original)), _planned_forward=forward,
                              forward=forward)
+        self._adapt(lengths)
+
+    def _adapt(self, lengths: Lengths | None) -> None:
+        """Set the adapters around calls, which pad to these lengths."""
+        self.__dict__.update(_lengths=lengths, _around=before_a_plan(lengths, self._reader,
+                                                                     self._plans.observations))
 
     # -- planning -------------------------------------------------------------------------
 
@@ -151,7 +157,7 @@ class PlannedModule(StandIn):
         for some, named in lengths.samples(args, kwargs):
             key, _ = guards_of(self._reader, some, named)
             self._reader.follow(self._plans.make(key, some, named).capture)
-        self.__dict__["_lengths"] = lengths
+        self._adapt(lengths)
 
     @property
     def has_plan(self) -> bool:
@@ -189,23 +195,23 @@ class PlannedModule(StandIn):
         if inside_transform():
             raise ArgumentError("a planned module cannot run inside torch.func transforms (vmap, grad, "
                                 "jvp): use the original module (.original) there")
-        if self._lengths is None:
-            return self._run_planned(args, kwargs)
-        args, kwargs, cut = self._lengths.fitted(args, kwargs)
-        return cut(self._run_planned(args, kwargs))
+        return self._run_planned(args, kwargs)
 
     def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call under its plan; as the original where it has none."""
-        key, tensors = guards_of(self._reader, args, kwargs)
-        key, computed = self._plans.observations.of(key, tensors)
+        return run_around(self._around, Arguments(args, kwargs), self._run_step)
+
+    def _run_step(self, call: Arguments) -> Any:
+        """Find the plan of a call and run its step. Returns the result of the forward."""
+        key = call.key
+        assert key is not None, "an adapter has read it"
         known = self._plans.find(key)
         if known is None:
-            known = self._new_signature(key, args, kwargs)
+            known = self._new_signature(key, call.args, call.kwargs)
             if known is None:
-                return self._run_original(args, kwargs)
-            computed = known.capture.given(tensors)
-        tensors = computed
-        latest = self._plans.current(known, tensors)
+                return self._run_original(call.args, call.kwargs)
+            call = call._replace(inputs=known.capture.given(call.tensors))
+        latest = self._plans.current(known, call.inputs)
         self.__dict__["_latest"] = latest
         found, pattern = known, latest.compiled.wanted
 
@@ -222,27 +228,29 @@ class PlannedModule(StandIn):
         opened = self._plans.open_calls
         opened.check(latest.plan, forward=True)
         verify = self._verify and not latest.ran
-        recorded = self._plans.recorded(latest, tensors)
+        step = latest.compiled
+        recorded = self._plans.recorded(latest, call.inputs)
         if recorded is not None:
-            return recorded(tensors)
+            return run_around(step.around, call, lambda c: recorded(c.inputs))
         first = self._first_step(latest)
+        original = Original(self._run_again, self._reader, key)
         calls: list[Call] = []
 
-        def open_call(call: Call) -> None:
-            opened.add(call, latest.plan)
-            calls.append(call)
+        def open_call(new: Call) -> None:
+            opened.add(new, latest.plan)
+            calls.append(new)
 
         try:
-            result = latest.compiled(tensors, redo, first.finish if first is not None else None, open_call,
-                                     self._plans.reads.call(), Original(self._run_again, self._reader, key),
-                                     verify, lambda: leaves_of(args, kwargs))
+            result = run_around(step.around, call, lambda c: step(
+                c.inputs, redo, first.finish if first is not None else None, open_call,
+                self._plans.reads.call(), original, verify))
             self._plans.look_outside(calls[0], found, latest)
             return result
         except OtherAnswer as error:
             asked = str(error)
         self._tell(asked, f"the plan of {type(self._original).__name__} takes for granted that {asked}, and "
                           "a call has found otherwise: the original runs in such calls, without a budget")
-        return self._run_original(args, kwargs)
+        return self._run_original(call.args, call.kwargs)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original's forward once more, because its backward has to leave a graph."""

@@ -24,8 +24,10 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.device import MeterError
+from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.runtime.observed_step import key_of
-from rkmate.runtime.segments import Call
+from rkmate.runtime.segments import Call, saved_by
+from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 
 USUAL = re.compile(
@@ -129,6 +131,41 @@ def _operations(begin: Sequence[Any]) -> list[str]:
         names.append(name)
         todo += [n for n, _ in node.next_functions if n is not None]
     return names
+
+
+def is_over(seen: Outside, plan: Plan) -> bool:
+    """Return whether a plan has no room for the memory that a step has shown."""
+    return seen.held - LOSS_SCALARS > plan.budget_bytes - plan.peak_bytes or not (
+        seen.is_usual or saved_by(plan) + of_more(plan.graph.reserve_at_loss) <= plan.budget_bytes)
+
+
+class Needs(NamedTuple):
+    """Memory that plans have to leave for the caller."""
+
+    held: int
+    """Bytes that the caller holds while the backward runs."""
+    loss: int
+    """Bytes of the loss, or of what other models take before the backward begins."""
+    words: str
+    """The reason, for a message."""
+    remedy: str
+    """Advice if no plan keeps to the budget."""
+
+
+def needs_of(seen: Outside, usual: int, name: str) -> Needs | None:
+    """Return the memory that a step has shown a caller to need; None if the memory of other models could not
+    be measured. `usual`: bytes that are left for a loss; `name`: of the module."""
+    held = max(0, seen.held - LOSS_SCALARS)
+    if seen.between is None:
+        loss = usual if seen.is_usual else of_more(usual)
+        return Needs(held, loss, f"the loss that is computed from the outputs of {name} takes more than a "
+                     f"usual one (about {loss:,} bytes; {seen.held:,} are held while the backward runs)",
+                     "A loss inside of the plan (rkmate.with_loss) takes less")
+    between = seen.between.bytes()
+    return None if between is None else Needs(
+        held, max(usual, between - held), f"more than {MANY} operations, as of another model, follow on the "
+        f"outputs of {name}, and take {between:,} bytes before its backward begins",
+        "Give a larger budget, or checkpoint the other model (torch.utils.checkpoint)")
 
 
 def warn_of_others(name: str, usual: int) -> None:

@@ -22,15 +22,10 @@ from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.collectives import groups_of
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
-from rkmate.graph.capture.structure import take_apart
-from rkmate.graph.sizes import family
-from rkmate.graph.sizes.dry_run import Recording
-from rkmate.graph.sizes.family import KnownCall, derived, known_call, possible
+from rkmate.graph.sizes.family import known_call
 from rkmate.ir.plan import in_one_line
-from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.offload.target import Engines
 from rkmate.pipeline.attempts import Planned
-from rkmate.pipeline.deferred_outputs import undeferred
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.part_plans import with_terms
@@ -38,123 +33,32 @@ from rkmate.pipeline.prepare import Traced, compile_all, held_tensors, trace
 from rkmate.pipeline.search import make_plan
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.sizes import KnownPlan, plan_that_fits
+from rkmate.runtime.adapters import Observations
 from rkmate.runtime.agreement import Ranks, description, ranks_in, ranks_of
 from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
-from rkmate.runtime.guards import FlagGuards, Guards, Observations, changing, differing
+from rkmate.runtime.guards import FlagGuards, Guards, changing, differing
+from rkmate.runtime.lengths import MEMBERS, Member, NewSizes, alike, comparable, compare, derive
 from rkmate.runtime.outside import (
     MANY,
     BetweenMeter,
     Outside,
     OutsideWatch,
-    of_more,
+    is_over,
+    needs_of,
     warn_of_others,
 )
 from rkmate.runtime.recorded_step import RecordedStep, check_plan
 from rkmate.runtime.segments import Call, OpenCalls, saved_by
 from rkmate.runtime.snapshot import HOOKS_OF_FORWARD
 from rkmate.show.plan import Plan
-from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
+from rkmate.support.planning_lock import gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import COMPILED_CALL
 
-# -- Sizes of calls --------------------------------------------------------------------------------
-#
-# Calls that differ in sizes alone: which signatures are alike, and a capture from theirs.
-#
-# Two full captures of a call at different sizes, and dry runs of both, give the graph of a third
-# (`rkmate.graph.sizes.resized`). Each is a member of a family: the signatures that are equal except for the
-# lengths and strides of the arguments.
-
-
 logger = logging.getLogger("rkmate")
-
-MEMBERS = 4
-"""Captures that a new size is derived from, at most: the latest."""
-SAID = (1, 10, 100, 1000, 10_000, 100_000)
-"""Numbers of new sizes after which a message says how long they took."""
-
-
-@dataclass
-class Member:
-    """A signature that was captured in full."""
-
-    key: Guards
-    known: KnownCall
-
-
-@dataclass
-class NewSizes:
-    """Counts the sizes that were planned after the first one, and their seconds."""
-
-    derived: int = 0
-    """Number of sizes derived from captures of other sizes."""
-    captured: int = 0
-    """Number of sizes captured themselves."""
-    seconds: float = 0.0
-    told: set[int] = field(default_factory=set)
-
-    def add(self, derived: bool, seconds: float) -> None:
-        """Count one; say so at the first, the tenth, the hundredth."""
-        if derived:
-            self.derived += 1
-        else:
-            self.captured += 1
-        self.seconds += seconds
-        count = self.derived + self.captured
-        if count in SAID[1:]:
-            logger.warning("%d new signatures planned in %.1f s so far, %d of them from captures of other "
-                           "sizes", count, self.seconds, self.derived)
-
-
-def alike(a: Guards, b: Guards) -> bool:
-    """Return whether two signatures differ in the sizes of their arguments at most."""
-    return len(a.inputs) == len(b.inputs) and a._replace(inputs=b.inputs) == b and all(
-        len(s[0]) == len(t[0]) and s[1:4] == t[1:4] and isinstance(s[4], tuple) and isinstance(t[4], tuple)
-        for s, t in zip(a.inputs, b.inputs, strict=True))
-
-
-def comparable(key: Guards, other: Guards) -> bool:
-    """Return whether no size that differs is 0 or 1, which torch treats otherwise (broadcasting, strides)."""
-    return all(a == b or min(a, b) > 1 for s, t in zip(key.inputs, other.inputs, strict=True)
-               for a, b in zip(s[0], t[0], strict=True))
-
-
-def derive(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: Guards,
-           members: Sequence[Member]) -> tuple[Capture | None, Recording | None]:
-    """Return the capture of a call from those of its family, if that is certain; and the dry run of the
-    call."""
-    if not possible(shapes_of(key), [shapes_of(m.key) for m in members]):
-        return None, None
-    start = time.perf_counter()
-    with capture_lock:
-        found, new = derived(model, args, kwargs, [m.known for m in members])
-    if new is not None:
-        logger.debug("a call of another size: %s in %.2f s", "derived" if found is not None else
-                     "to be captured, as its operations or sizes are not those of the known ones",
-                     time.perf_counter() - start)
-    return found, new
-
-
-def compare(model: nn.Module, members: Sequence[Member]) -> None:
-    """Do what further sizes of a family need of its captures: at a call that is captured in full it hardly
-    counts, and at the first derived one it would be most of what that takes."""
-    with capture_lock:
-        family.compare(model, [m.known for m in members])
-
-
-def shapes_of(key: Guards) -> list[Sequence[int]]:
-    """Return the shapes of a signature's tensors."""
-    return [place[0] for place in key.inputs]
-
-
-# -- The cache -------------------------------------------------------------------------------------
-#
-# The plans of one wrapped module: made, kept and looked up by signature and by loss.
-
-
 
 REPLACED = ("forward", "__getstate__", "_replicate_for_data_parallel", COMPILED_CALL)
 """The attributes of a module that `rkmate.apply` replaces."""
@@ -407,7 +311,7 @@ class PlanCache:
         except InfeasibleBudget as error:
             if not self._kept:
                 raise
-            shapes = ", ".join(str(tuple(t.shape)) for t in _tensors(args, kwargs))
+            shapes = ", ".join(str(tuple(place[0])) for place in key.inputs)
             raise InfeasibleBudget(f"a call with inputs of shape {shapes}: {error}",
                                    error.minimum_bytes) from error
         budget = budget.at_least(executable.plan.budget_bytes)
@@ -512,7 +416,6 @@ class PlanCache:
         number, device = self.open_calls.added, ready.compiled.device
         watch, then = OutsideWatch(device), call.begins
         meter = BetweenMeter(device, call) if measures else None
-        usual, free = plan.graph.reserve_at_loss, plan.budget_bytes - plan.peak_bytes
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
             if meter is not None:
@@ -524,9 +427,8 @@ class PlanCache:
                 elif seen.operations > MANY and devices.of(device).host:
                     known.has_others = True
                 elif seen.operations > MANY:
-                    warn_of_others(known.traced.name, usual)
-                elif seen.held - LOSS_SCALARS > free or not (
-                        seen.is_usual or saved_by(plan) + of_more(usual) <= plan.budget_bytes):
+                    warn_of_others(known.traced.name, plan.graph.reserve_at_loss)
+                elif is_over(seen, plan):
                     known.outside = seen
             if then is not None:
                 then(grads)
@@ -541,22 +443,14 @@ class PlanCache:
             if seen == Outside() or not executables:        # plans are for more calls now
                 return self.current(known, tensors)         # another thread was here meanwhile
             usual = max(e.plan.graph.reserve_at_loss for e in executables.values())
-            held = max(0, seen.held - LOSS_SCALARS)
-            loss = usual if seen.is_usual else of_more(usual)
-            words = (f"the loss that is computed from the outputs of {before.name} takes more than a usual "
-                     f"one (about {loss:,} bytes; {seen.held:,} are held while the backward runs)")
-            remedy = "A loss inside of the plan (rkmate.with_loss) takes less"
-            if seen.between is not None:
-                between = seen.between.bytes()
-                if between is None:
-                    warn_of_others(before.name, usual)
-                    return self.current(known, tensors)
-                loss = max(usual, between - held)
-                words = (f"more than {MANY} operations, as of another model, follow on the outputs of "
-                         f"{before.name}, and take {between:,} bytes before its backward begins")
-                remedy = "Give a larger budget, or checkpoint the other model (torch.utils.checkpoint)"
-                if all(saved_by(e.plan) + loss <= e.plan.budget_bytes - held for e in executables.values()):
-                    return self.current(known, tensors)
+            needs = needs_of(seen, usual, before.name)
+            if needs is None:
+                warn_of_others(before.name, usual)
+                return self.current(known, tensors)
+            held, loss, words, remedy = needs
+            if seen.between is not None and all(
+                    saved_by(e.plan) + loss <= e.plan.budget_bytes - held for e in executables.values()):
+                return self.current(known, tensors)
             known.traced = replace(before, outside=held, settings=replace(before.settings, loss_bytes=loss))
             known.executables.clear()
             try:
@@ -595,7 +489,7 @@ class PlanCache:
             held = held_tensors(known.capture, self.model, tensors)
             traced = replace(known.traced, wanted=mask, tensors=held)
             try:
-                made = self._executable(undeferred(traced), self.planning.budget)
+                made = self._executable(traced.with_deferred("never"), self.planning.budget)
             except InfeasibleBudget as error:
                 self.reads.stay(error.minimum_bytes)
                 return found
@@ -676,7 +570,8 @@ class PlanCache:
         """Return the executable of this process, made by it alone."""
         if plan is None and self.reads.often and traced.settings.deferred_outputs != "never":
             with contextlib.suppress(InfeasibleBudget):
-                return self._own_executable(undeferred(traced), budget, None, known, like, derived=derived)
+                return self._own_executable(traced.with_deferred("never"), budget, None, known, like,
+                                            derived=derived)
         is_given = plan is not None
         saved = [p for p in self._saved if not p.deferred or traced.settings.deferred_outputs != "never"]
         planned = like.planned if like is not None else \
@@ -702,8 +597,4 @@ class PlanCache:
 def _names(mask: TangentMask) -> str:
     numbers = [str(i) for i, taken in enumerate(mask) if taken]
     return f"output {', '.join(numbers)} (counted from 0)"
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return take_apart((args, kwargs), result=False)[0]
 

@@ -130,16 +130,14 @@ class RecordedStep:
         """Whether parameters, buffers and constants stand where they stood."""
         return self._addresses == _addresses(self._step, self._step.caller.now(tensors))
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Replay the forward; the backward follows through autograd."""
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Replay the forward, and return its outputs; the backward follows through autograd."""
         step = self._step
         targets = [step.caller.target(k, tensors) for k in self._grads]
         flat = list(_Replayed.apply(self, tensors, *targets))
         for i in step.outputs.unplanned:
             flat[i] = _Refused.apply(flat[i], *targets)
-        if step.capture.effects:
-            step.capture.effects.repeat(tuple, [*tensors[:step.capture.inputs.count], *flat])
-        return step.capture.result.fill(flat)
+        return flat
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor | None]]:
         """Replays the forward: its number, and copies of the outputs."""

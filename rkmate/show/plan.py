@@ -98,7 +98,7 @@ class Plan(PlanData):
 
     def report(self, path: str | Path, *, curve: Sequence[Plan] = (),
                measured: Peak[Any] | None = None, date: datetime.date | None = None) -> Path:
-        """Write one HTML page to look into: memory at each step, what is in memory then, by module or tensor,
+        """Write one interactive HTML page: memory at each step, the tensors in memory by module or by name,
         what is recomputed and why, a search, graphs and the generated source. The page needs no network.
 
         Args:

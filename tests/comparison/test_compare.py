@@ -21,6 +21,7 @@ from rkmate.comparison.run import seconds_left
 from rkmate.comparison.table import Row
 from rkmate.errors import ArgumentError, MissingExtra
 from rkmate.pipeline import prepare
+from rkmate.pipeline.search import NEAR
 from rkmate.planners.protocol import Outcome, Planner, Problem, infeasible, judged
 from rkmate.planners.registry import PLANNERS
 from rkmate.show.styles import LOOKS, OTHER, look_of
@@ -75,8 +76,10 @@ def test_rows_are_what_plan_returns(whole: rkmate.Comparison) -> None:
                 plan = rkmate.plan(sample.model, sample.args, budget=budget,
                                    progress=False, **options_of(settings=NO_CLOCK, planner=row.method,
                                                                 costs="analytic"))
-            assert plan.peak_bytes == row.peak_bytes
-            assert plan.step_seconds / plan.baseline_seconds == pytest.approx(row.time_ratio)
+            near = row.method == "rockmate"         # it takes what is near the bound, without more options
+            assert plan.peak_bytes == row.peak_bytes or (near and plan.peak_bytes <= budget)
+            ratio = plan.step_seconds / plan.baseline_seconds
+            assert ratio == pytest.approx(row.time_ratio) or (near and ratio <= row.time_ratio * (1 + NEAR))
     kept = {r.method: r for r in whole.at(whole.budgets[0])}["save-all"]
     assert kept.time_ratio == 1.0 and kept.peak_bytes == whole.baseline_peak_bytes
 

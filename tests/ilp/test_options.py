@@ -9,9 +9,8 @@ import pytest
 
 from rkmate.errors import ArgumentError
 from rkmate.ilp import OptionSet, OptionSettings, Status, block_options, grid, solve_block
-from rkmate.ilp.eviction import candidates, evictions
 from rkmate.ilp.grid import evaluate_option, peak, seconds, undominated, without_waste
-from rkmate.ilp.heuristic import greedy_sets, keep_nothing, recompute_missing
+from rkmate.ilp.heuristic import candidates, evictions, greedy_sets, keep_nothing, recompute_missing
 from rkmate.ilp.stages import split_stages
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.chain import Option

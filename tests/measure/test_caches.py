@@ -56,7 +56,7 @@ def test_costs_of_both_kinds_are_remembered_apart() -> None:
         with FakeDevice(cache_bytes=2**10) as device:
             measure(blocked.partition, blocked.texts, traced.tensors, memory, step_bytes=step_bytes)
         calls.append(device.calls)
-    assert calls[0] == calls[1] > 0 and calls[2:] == [0, 0]
+    assert min(calls[:2]) > 0 and calls[2:] == [0, 0]
 
 
 def test_what_was_made_just_before_is_read_again() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import rkmate
 from rkmate.budget import Budget
-from rkmate.pipeline import plans_on_disk
+from rkmate.pipeline import following
 from rkmate.pipeline import search as planning
 from rkmate.pipeline.search import make_plan
 from rkmate.pipeline.variants import named
@@ -24,13 +24,13 @@ from tests.pipeline.test_variants import middle, own_peak, traced
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of plans in an empty cache."""
     monkeypatch.setenv("RKMATE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(planning, "place_of", plans_on_disk.place_of)
+    monkeypatch.setattr(planning, "place_of", following.place_of)
     return tmp_path / "plans"
 
 
 def planned(limit: int, when: str = "auto") -> tuple[rkmate.Plan, int]:
     """The plan within a budget, without what its making took, and how many times options were solved."""
-    with mock.patch.object(planning, "solve", side_effect=planning.solve) as solve:
+    with mock.patch.object(planning, "solve_lean", side_effect=planning.solve_lean) as solve:
         found = make_plan(traced(when), Budget(bytes=limit), "rockmate")
     assert found.prepared.blocked.variant is named(found.plan.variant)
     return replace(found.plan, stage_seconds={}), solve.call_count

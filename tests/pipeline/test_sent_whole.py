@@ -28,8 +28,8 @@ def planned(folder: Path, **more: Any) -> Plan:
 @pytest.fixture
 def solved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     use(monkeypatch, LateEngine())
-    own, calls = planning.solve, []
-    monkeypatch.setattr(planning, "solve", lambda prepared: calls.append(prepared) or own(prepared))
+    own, calls = planning.solve_lean, []
+    monkeypatch.setattr(planning, "solve_lean", lambda prepared: calls.append(prepared) or own(prepared))
     return calls
 
 

@@ -107,7 +107,7 @@ def test_the_first_budget_is_looked_at_for_longer() -> None:
 
     class Bounding(Asked):
         def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
-            return replace(super().plan(problem, budget, time_limit=time_limit), bound=0.0)
+            return replace(super().plan(problem, budget, time_limit=time_limit), bound=0.0, cut_short=True)
 
     kept = Bounding()
     own = Default(PlannerSettings(save_set_seconds=0.0, first_seconds=0.2), kept)   # cut short at once
@@ -245,7 +245,7 @@ def test_ample_budgets_solve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("options were solved")
 
-    monkeypatch.setattr(planning, "solve", never)
+    monkeypatch.setattr(planning, "solve_lean", never)
     for name in ("rockmate", "auto"):
         assert planning.make_plan(traced, Budget(fraction=1.0), name).plan.overhead == 0
         assert [p.overhead for p in make_curve(traced, [Budget(fraction=1.0)], name)] == [0]

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn import functional as F
 
 import rkmate
+from rkmate.graph.capture import values
 from rkmate.graph.capture.capture import capture
 from rkmate.graph.capture.recipe import Recipe
+from rkmate.torch_seam.tensors import storage_id
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample
 from tests.semantics.steps import planned
@@ -343,3 +346,58 @@ def test_a_number_of_a_buffer_that_the_forward_changes_is_refused() -> None:
 
     with pytest.raises(rkmate.CaptureError, match="'calls', which it changes"):
         planned(Counts(), torch.randn(2, 4))
+
+
+class Packed(nn.Module):
+    """Attention inside of each text of a row, by a mask that a function of two positions gives under vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        if text.min() < 0:
+            raise ValueError("texts are counted from 0")
+        at = torch.arange(len(x))
+        with TransformGetItemToIndex():
+            inside = torch.vmap(torch.vmap(lambda i, j: text[i] == text[j], (None, 0)), (0, None))(at, at)
+        scores = (self.first(x) @ x.T).masked_fill(~inside, -1e9)
+        return self.last(scores.softmax(-1) @ x).relu().sum()  # type: ignore[no-any-return]
+
+
+def test_indices_under_vmap_are_planned_as_others() -> None:
+    model, x = Packed(), torch.randn(6, 8)
+    own = planned(copy.deepcopy(model), x, torch.tensor([0, 0, 0, 1, 1, 1]))
+    for text in ([0, 0, 0, 1, 1, 1], [0, 1, 1, 2, 2, 2]):
+        assert_same_step(model, own, _sample(model, x, torch.tensor(text)))
+
+
+class Normed(nn.Module):
+    """A value that is read after many buffers were written to."""
+
+    def __init__(self, repeats: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(repeats)))
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return self.body(x)[:int(count)].sum()  # type: ignore[no-any-return]
+
+
+def test_a_write_to_a_buffer_forgets_no_argument() -> None:
+    model, x = Normed(2), torch.randn(6, 4, requires_grad=True)
+    own = planned(copy.deepcopy(model), x, torch.tensor(5))
+    for count in (5, 3):
+        assert_same_step(model, own, _sample(model, x, torch.tensor(count)))
+
+
+@pytest.mark.parametrize("repeats", [4, 8])
+def test_what_writes_to_buffers_cost_grows_with_their_number(
+        repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def counted(of: Any) -> int:
+        asked.append(of)
+        return storage_id(of)
+    monkeypatch.setattr(values, "storage_id", counted)
+    capture(Normed(repeats), (torch.randn(6, 4, requires_grad=True), torch.tensor(5)), {})
+    assert len(asked) < 10 * repeats

@@ -68,7 +68,7 @@ COLLECTIVES = {"all_reduce_and_wait", "all_reduce_and_wait_", "all_gather_into_t
     ("temporaries", {"cross_entropy_backward", "cross_entropy_backward.out", "batch_norm_backward",
                      "batch_norm_backward.over", "batch_norm_by_groups", "add_embedding_rows",
                      "add_embedding_rows.out", "add_embedding_gradient", "add_convolution_gradient",
-                     "dropout", "bernoulli", "bernoulli_", "attention_backward_added", *COLLECTIVES}),
+                     "dropout", "bernoulli", "bernoulli_", *COLLECTIVES}),
     ("flops", {"add_convolution_gradient", "add_embedding_gradient"}),
     ("gradient", {"product", "cumulative_product", "ctc_loss", "cudnn_rnn", "dropout"}),
 ])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
+from rkmate import device as devices
+from rkmate.device.random_state import set_state, state_of
 from rkmate.dtr.errors import RuntimeStateError, ThrashingError
 from rkmate.dtr.runtime.buffer import Buffer, Operation, Place, map_places
 from rkmate.dtr.runtime.memory import Memory
-from rkmate.dtr.runtime.random_state import generator_of, replayed
 from rkmate.dtr.runtime.schema import traits_of
 
 _PATIENCE_NS = 50_000_000
@@ -299,3 +301,30 @@ def _can_steal(memory: Memory, before: Buffer, after: Buffer) -> bool:
 
 _RESULT = Buffer(-1, 0, torch.device("cpu"))
 """Stands for the one result of an operation that writes into a storage it is given."""
+
+
+def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+    """Return the generator that a random operation draws from."""
+    given = kwargs.get("generator")
+    if isinstance(given, torch.Generator):
+        return given
+    for value in args:
+        if isinstance(value, torch.Generator):
+            return value
+    device = kwargs.get("device")
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            device = value.device
+            break
+    return devices.of("cpu" if device is None else device).generator()
+
+
+@contextmanager
+def replayed(generator: torch.Generator, state: bytes) -> Iterator[None]:
+    """Draw from ``state`` inside the block; the generator continues as before after it."""
+    now = state_of(generator)
+    set_state(generator, state)
+    try:
+        yield
+    finally:
+        set_state(generator, now)

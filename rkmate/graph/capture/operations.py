@@ -16,6 +16,12 @@ from rkmate.torch_seam.tensors import storage_id
 
 aten = torch.ops.aten
 
+COPIES = {aten.clone.default, aten.lift_fresh_copy.default}
+"""Operators whose result has the values of their operand, in memory of its own."""
+COMMUTES = {aten.add.Tensor, aten.mul.Tensor}
+"""Operators whose two operands may be exchanged without a change of bits."""
+RESHAPES = {aten.view.default, aten._unsafe_view.default}
+"""Views that read their operand's elements in order, in another shape."""
 _HIDDEN_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.unsafe_split.Tensor,
                  aten.unsafe_chunk.default, aten.unsafe_split_with_sizes.default}
 

@@ -111,6 +111,10 @@ class Structure:
         visit(pytree.tree_unflatten(list(self.leaves), self.spec), "", frozenset())
         return names
 
+    def name_of(self, number: int) -> str:
+        """Return the model's name of a tensor, such as ``logits``; without a name, its number."""
+        return next((name for name, found in self.names().items() if found == {number}), str(number))
+
     @property
     def is_plain(self) -> bool:
         """Whether nothing but tensors and plain constants stands in it."""

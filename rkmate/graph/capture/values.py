@@ -9,7 +9,6 @@ planned step (`recipe`).
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,81 +38,12 @@ from rkmate.graph.capture.recipe import (
     tensors_of,
 )
 from rkmate.graph.capture.refusals import is_data_dependent
+from rkmate.graph.ops.losses import ctc_loss
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.modules import buffers_of
-from rkmate.torch_seam.own import Gradient, OwnOperator, register
 from rkmate.torch_seam.schema import OpOverload, schema_of
 from rkmate.torch_seam.tensors import base_of, is_unwrapped, outside_trace, storage_id, version_of
 from rkmate.torch_seam.trace import values_refused
-
-# -- CTC losses, told their longest target ---------------------------------------------------------
-#
-# The CTC loss as an operation whose results have known shapes.
-#
-# Torch's own returns a table as wide as the longest target: a length is a value, which a trace has not. This
-# one is told it. What runs is torch's kernel.
-
-
-def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
-             target_lengths: torch.Tensor, blank: int, reduction: str | int, zero_infinity: bool,
-             longest: int) -> torch.Tensor:
-    """Compute torch's CTC loss from kernels, as torch does. `longest`: the largest of `target_lengths`."""
-    batched = log_probs.dim() == 3
-    log_probs = log_probs if batched else log_probs.unsqueeze(1)
-    targets = targets.to(log_probs.device, torch.long)
-    losses: torch.Tensor = torch.ops.rkmate.ctc_loss.default(
-        log_probs, targets, input_lengths, target_lengths, blank, zero_infinity, longest)[0]
-    if zero_infinity:
-        losses = torch.where(losses == math.inf, losses.new_zeros(()), losses)
-    if reduction in ("mean", 1):
-        return (losses / target_lengths.to(losses.device, losses.dtype).clamp_min(1)).mean()
-    if reduction in ("sum", 2):
-        return losses.sum()
-    return losses if batched else losses.squeeze(0)
-
-
-def _forward(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
-             target_lengths: torch.Tensor, blank: int, zero_infinity: bool, longest: int) -> Any:
-    return torch.ops.aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank,
-                                           zero_infinity)
-
-
-def _backward(grad: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor,
-              input_lengths: torch.Tensor, target_lengths: torch.Tensor, losses: torch.Tensor,
-              table: torch.Tensor, blank: int, zero_infinity: bool) -> Any:
-    return torch.ops.aten._ctc_loss_backward.Tensor(grad, log_probs, targets, input_lengths, target_lengths,
-                                                    losses, table, blank, zero_infinity)
-
-
-def _fake_forward(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
-                  target_lengths: torch.Tensor, blank: int, zero_infinity: bool, longest: int) -> Any:
-    steps, batch, _ = log_probs.shape
-    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)
-
-
-def _fake_backward(grad: torch.Tensor, log_probs: torch.Tensor, *others: Any) -> Any:
-    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
-
-
-def _keep(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-    log_probs, targets, input_lengths, target_lengths, ctx.blank, ctx.zero_infinity, _ = inputs
-    ctx.save_for_backward(log_probs, targets, input_lengths, target_lengths, *output)
-
-
-def _differentiate(ctx: Any, grad: torch.Tensor, *others: Any) -> Any:
-    found = torch.ops.rkmate.ctc_loss_backward.default(grad, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
-    return found, None, None, None, None, None, None
-
-
-register((
-    OwnOperator("ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
-                "int blank, bool zero_infinity, int longest) -> (Tensor, Tensor)", _forward,
-                shape=_fake_forward, gradient=Gradient(_differentiate, _keep), reads_host=True),
-    OwnOperator("ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, "
-                "Tensor target_lengths, Tensor losses, Tensor table, int blank, bool zero_infinity) "
-                "-> Tensor", _backward, shape=_fake_backward, reads_host=True),
-))
-
 
 # -- Calls of which a part is known ----------------------------------------------------------------
 #
@@ -234,14 +164,6 @@ FILLED: dict[str, Callable[..., Any]] = {
 
 
 # -- Twins -----------------------------------------------------------------------------------------
-#
-# Values that depend on inputs alone, while a forward is traced.
-#
-# A trace knows shapes and no values, so a forward that looks at values stops it. Values are known if they
-# come only from integers and masks among the arguments (labels, lengths, edges), and not from parameters or
-# activations: for each traced tensor of that kind, a *twin* is computed from the real arguments. If a call
-# would stop the trace, its twin answers. The computation of the twin becomes a recipe, which runs before each
-# planned step (`recipe`).
 
 
 _READS = frozenset(("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__contains__",
@@ -321,6 +243,13 @@ class _Known:
     slot: int
     version: int
     """Version of the traced tensor when both were equal."""
+    storage: int
+    """The twin's storage."""
+
+    @classmethod
+    def of(cls, traced: torch.Tensor, twin: torch.Tensor, slot: int) -> _Known:
+        """Note two tensors that are equal now."""
+        return cls(traced, twin, slot, version_of(traced), storage_id(twin))
 
 
 @dataclass
@@ -350,8 +279,8 @@ class Values:
         self._given: list[_Given] = []
         self._computed: dict[Any, Any] = {}
         """Known parts of calls that were computed already."""
-        self._inputs: frozenset[int] = frozenset()
-        """Storages of the twins of arguments and buffers."""
+        self._inputs: dict[int, int] = {}
+        """Storages of the twins of arguments, buffers and closed-over tensors, with the storages of these."""
         self._held: dict[int, tuple[torch.Tensor, str, int]] = {}
         """Stand-ins for buffers, with their names and versions."""
         self._origins: dict[int, frozenset[str]] = {}
@@ -374,9 +303,9 @@ class Values:
         with outside_trace():
             for k, (t, real) in enumerate(zip(traced, self._tensors, strict=True)):
                 if may_be_asked(real):
-                    self._known[id(t)] = _Known(t, real.detach().clone(), k, version_of(t))
+                    known = self._known[id(t)] = _Known.of(t, real.detach().clone(), k)
+                    self._inputs[known.storage] = storage_id(real)
                     self._origins[k] = frozenset((_ARGUMENT,))
-        self._inputs = frozenset(storage_id(k.twin) for k in self._known.values())
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -392,7 +321,7 @@ class Values:
     def _of(self, t: Any) -> _Known | None:
         known = self._known.get(id(t)) or self._looked_up(t)
         if known is not None and known.version != version_of(t):
-            self._forget(storage_id(known.twin))      # it was written to, who knows what
+            self._forget(frozenset((known.storage,)))     # it was written to, who knows what
             return None
         return known
 
@@ -411,15 +340,16 @@ class Values:
             twin = real.detach().clone()
         slot = self._builder.hold(get)
         self._origins[slot] = frozenset((name,))
-        self._inputs |= {storage_id(twin)}
-        known = self._known[id(t)] = _Known(t, twin, slot, version_of(t))
+        known = self._known[id(t)] = _Known.of(t, twin, slot)
+        with outside_trace():
+            self._inputs[known.storage] = storage_id(real)
         return known
 
     def _origin(self, tensors: Sequence[torch.Tensor]) -> frozenset[str]:
         return frozenset().union(*(self._origins.get(self._known[id(t)].slot, frozenset()) for t in tensors))
 
-    def _forget(self, storage: int) -> None:
-        self._known = {i: k for i, k in self._known.items() if storage_id(k.twin) != storage}
+    def _forget(self, storages: frozenset[int]) -> None:
+        self._known = {i: k for i, k in self._known.items() if k.storage not in storages}
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Handle a call of the forward."""
@@ -496,16 +426,17 @@ class Values:
             return
         real, writes = ran
         twins = tensors_of(real)
-        if len(twins) != len(found) or any(t.shape != r.shape or t.dtype != r.dtype
-                                           for t, r in zip(found, twins, strict=True)):
+        # What a transform has wrapped means nothing outside of it.
+        if len(twins) != len(found) or not all(map(is_unwrapped, twins)) or any(
+                t.shape != r.shape or t.dtype != r.dtype for t, r in zip(found, twins, strict=True)):
             return
         for known in self._known.values():
-            if storage_id(known.twin) in writes:
+            if known.storage in writes:
                 known.version = version_of(known.traced)
         slots = []
         for t, r in zip(found, twins, strict=True):
             if id(t) not in self._known:
-                self._known[id(t)] = _Known(t, r, self._builder.new_slot(), version_of(t))
+                self._known[id(t)] = _Known.of(t, r, self._builder.new_slot())
                 self._origins[self._known[id(t)].slot] = self._origin(tensors)
             slots.append(self._known[id(t)].slot)
         self._record(func, args, kwargs, tuple(slots), tensors, writes)
@@ -546,7 +477,7 @@ class Values:
             # A copy is the trace's own: it may be written to, and nothing is known of its values.
             traced = torch.ops.aten.clone.default(value)
             self._given.append(_Given(slot, step, twin, value))
-            self._known[id(traced)] = _Known(traced, twin, slot, version_of(traced))
+            self._known[id(traced)] = _Known.of(traced, twin, slot)
             made.append(traced)
         return pytree.tree_unflatten(made, spec)
 
@@ -568,19 +499,17 @@ class Values:
             if drew:
                 before.restore()
         writes = frozenset(storage_id(t) for t, v in zip(twins, versions, strict=True) if version_of(t) != v)
-        if drew or failed or writes & self._inputs or any(map(_is_large, tensors_of(real))):
-            for storage in writes:
-                self._forget(storage)
-            if writes & self._inputs:       # arguments may share memory
-                for storage in self._inputs:
-                    self._forget(storage)
+        written = {self._inputs[storage] for storage in writes if storage in self._inputs}
+        if drew or failed or written or any(map(_is_large, tensors_of(real))):
+            # Arguments may share memory.
+            self._forget(writes | {twin for twin, own in self._inputs.items() if own in written})
             return None
         return real, writes
 
     def _record(self, func: Callable[..., Any], args: Any, kwargs: Any, slots: tuple[int, ...],
                 tensors: Sequence[torch.Tensor], writes: frozenset[int]) -> int:
         numbers = {id(t): Slot(self._known[id(t)].slot) for t in tensors}
-        reads = frozenset(storage_id(self._known[id(t)].twin) for t in tensors)
+        reads = frozenset(self._known[id(t)].storage for t in tensors)
         taken, given = mapped(lambda t: numbers[id(t)], (args, kwargs))
         return self._builder.add(Step(func, taken, given, slots), reads, writes)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import is_random
+from rkmate.graph.capture.operations import COPIES, RESHAPES, is_random
 from rkmate.graph.passes.joint import Joint, adds, owner_of
 from rkmate.torch_seam.nodes import VALUE, is_backward
 
@@ -35,7 +35,6 @@ def drop_dead(joint: Joint) -> None:
 # -- Copies that copy nothing ----------------------------------------------------------------------
 
 _ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
-_COPIES = {aten.clone.default, aten.lift_fresh_copy.default}
 
 
 def drop_copies_of_outputs(joint: Joint) -> None:
@@ -66,7 +65,7 @@ def drop_copies(joint: Joint) -> None:
         if not isinstance(base, fx.Node):
             continue
         same = node.target in _ALIASES
-        if node.target in _COPIES and owner_of(base) not in overwritten \
+        if node.target in COPIES and owner_of(base) not in overwritten \
                 and not (joint.leaves(node) and _is_seen(joint, owner_of(base))):
             a, b = node.meta[VALUE], base.meta[VALUE]
             same = a.stride() == b.stride() and a.shape == b.shape
@@ -85,9 +84,8 @@ def _is_seen(joint: Joint, owner: fx.Node) -> bool:
 # view that is what an earlier one of its chain was becomes that one; of two reshapes in a row, the first
 # goes.
 
-_RESHAPES = {aten.view.default, aten._unsafe_view.default}
-_VIEWS = _RESHAPES | {aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
-                      aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
+_VIEWS = RESHAPES | {aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
+                     aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
 
 _NO_VIEW = (RuntimeError, ValueError)
 """Errors that views raise if only a copy has the wanted shape; those of fake tensors have an error of their
@@ -103,7 +101,7 @@ def shorten_views(joint: Joint) -> None:
         same = _earlier(node)
         if same is not None:
             joint.replace(node, same)
-        elif node.target in _RESHAPES and _base(node).target in _RESHAPES:
+        elif node.target in RESHAPES and _base(node).target in RESHAPES:
             origin = _base(_base(node))
             viewed = _viewed(origin, node)
             if viewed is not None and viewed == _layout(node.meta[VALUE]):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate.graph.capture.operations import COMMUTES
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import own_operator, record_of
 from rkmate.torch_seam.storages import contiguous_strides
@@ -41,7 +42,6 @@ _FIRST |= {
     aten.scatter.src: aten.scatter_.src, aten.scatter.value: aten.scatter_.value,
     aten.scatter_add.default: aten.scatter_add_.default,
 }
-_COMMUTES = {aten.add.Tensor, aten.mul.Tensor}
 # Each element (or row) of the result depends on the same element (or row) of the gradient only.
 _INTO_GRADIENT: dict[Any, tuple[Any, str, int]] = {
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input", 0),
@@ -94,7 +94,7 @@ def in_place_ways(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[I
     ways: list[InPlace] = []
     if target in _FIRST:
         ways.append(InPlace(0, _FIRST[target]))
-        if target in _COMMUTES and "alpha" not in node.kwargs and len(node.args) == 2:
+        if target in COMMUTES and "alpha" not in node.kwargs and len(node.args) == 2:
             ways.append(InPlace(1, _FIRST[target], swapped=True))
     elif target in _INTO_GRADIENT:
         new, keyword, position = _INTO_GRADIENT[target]

@@ -106,8 +106,10 @@ def kept_whole() -> Iterator[None]:
     """Record each call of a custom function as one operation, while a module is exported.
 
     Run calls of `CheckpointFunction` through, and mark their operations as a region. Calls in other threads
-    run as usual.
+    run as usual. Indexing by tensors under vmap (`ModIndex`, in the masks of transformers) is a custom
+    function that torch would record by itself, with tensors of the transform.
     """
+    from torch._dynamo import _trace_wrapped_higher_order_op as indexing  # slow to load
     here = threading.get_ident()
 
     def attribute(cls: Any, name: str) -> Any:
@@ -124,6 +126,7 @@ def kept_whole() -> Iterator[None]:
 
     with mock.patch.object(FunctionMeta, "__getattribute__", attribute), \
             mock.patch.object(CustomFunctionHigherOrderOperator, "__call__", _under_transforms), \
+            mock.patch.object(indexing, "mod_index", super(indexing.ModIndex, indexing.ModIndex).apply), \
             mock.patch.object(torch.Tensor, "register_hook", _refusing(torch.Tensor.register_hook)):
         yield
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import is_random
+from rkmate.graph.capture.operations import COMMUTES, COPIES, is_random
 from rkmate.graph.passes.joint import makers_of
 from rkmate.torch_seam.nodes import VALUE, is_backward
 
@@ -22,8 +22,6 @@ aten = torch.ops.aten
 
 Found = dict[fx.Node, fx.Node]
 """Nodes of a derived graph -> equal nodes of the joint graph."""
-_COMMUTES = (aten.add.Tensor, aten.mul.Tensor)
-_COPIES = (aten.clone.default, aten.lift_fresh_copy.default)
 
 
 def canonical(target: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -84,9 +82,9 @@ class Matcher:
                 continue
             first: Any = node.args[0] if node.args else None
             there = self._at.get(_key(node, found))
-            if there is None and node.target in _COMMUTES:
+            if there is None and node.target in COMMUTES:
                 there = self._at.get(_key(node, found, swapped=True))
-            if there is None and node.target in _COPIES and _same_layout(node, first):
+            if there is None and node.target in COPIES and _same_layout(node, first):
                 there = found[first]
             if there is None:
                 return False
@@ -118,12 +116,12 @@ class Matcher:
             found[node] = there
             return True
         first: Any = node.args[0] if node.args else None
-        if node.target in _COPIES and there.target != node.target:
+        if node.target in COPIES and there.target != node.target:
             return _same_layout(node, first) and self._unify(first, there, found)
         if node.target != there.target or _key(node, None) != _key(there, None):
             return False
         mine, theirs = _operands(node), _operands(there)
-        orders = [theirs, theirs[::-1]] if node.target in _COMMUTES and len(mine) == 2 else [theirs]
+        orders = [theirs, theirs[::-1]] if node.target in COMMUTES and len(mine) == 2 else [theirs]
         for order in orders:
             trial = {**found, node: there}
             if all(self._unify(a, b, trial) for a, b in zip(mine, order, strict=True)):

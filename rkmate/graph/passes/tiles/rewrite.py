@@ -9,6 +9,7 @@ multiplies. Otherwise, the backward of the region computes the forward again, ti
 from __future__ import annotations
 
 import copy
+import heapq
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -250,20 +251,29 @@ def item_of(joint: Joint, call: fx.Node, k: int) -> fx.Node:
 
 
 def put_in_order(graph: fx.Graph) -> None:
-    """Move what reads a value that stands after it, as little as can be."""
+    """Move what reads a value that stands after it, as little as can be. What is moved keeps its order, so
+    that equal layers stay equal."""
+    place = {node: k for k, node in enumerate(graph.nodes)}
     placed: set[fx.Node] = set()
-    for node in list(graph.nodes):
-        todo = [node]
+    for node in place:
+        needed, todo = {node}, [node]
         while todo:
-            top = todo[-1]
-            missing = [n for n in top.all_input_nodes if n not in placed]
-            if top in placed or not missing:
-                todo.pop()
-                if top not in placed and top is not node:
-                    node.prepend(top)
-                placed.add(top)
-            else:
-                todo += missing
+            missing = {n for n in todo.pop().all_input_nodes if n not in placed} - needed
+            needed |= missing
+            todo += missing
+        waits = {n: sum(m in needed for m in n.all_input_nodes) for n in needed - placed}
+        ready = [(place[n], n) for n, count in waits.items() if not count]
+        heapq.heapify(ready)
+        while ready:
+            _, first = heapq.heappop(ready)
+            if first is not node:
+                node.prepend(first)
+            placed.add(first)
+            for user in first.users:
+                if user in waits:
+                    waits[user] -= 1
+                    if not waits[user]:
+                        heapq.heappush(ready, (place[user], user))
 
 
 # -- Groups of rows --------------------------------------------------------------------------------

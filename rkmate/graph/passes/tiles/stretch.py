@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes.tiles.added import added, sums_of
 from rkmate.graph.passes.tiles.banded import Banded, Part, TileRun, runs_of
 from rkmate.graph.passes.tiles.cuts import piece, summand
 from rkmate.graph.passes.tiles.matching import canonical
@@ -450,8 +449,7 @@ def backward_of(stretch: Stretch, entering: Sequence[fx.Node], groups: Sequence[
             for g, band in zip(reached, parts_given, strict=True):
                 gives.setdefault(g, []).append(band)
             tiles.append((known[text], tuple(takes), parts_given))
-        runs += _runs_added(tiles, reached, reads, {
-            g: every[g][0].of.meta[VALUE] for g in reached if gives[g][-1] is None})
+        runs += runs_of(tiles, reached, reads)
     if len(gives) < len(every) or any(len({b and b.dim for b in bands}) > 1 for bands in gives.values()):
         return None
     made = []
@@ -465,30 +463,6 @@ def backward_of(stretch: Stretch, entering: Sequence[fx.Node], groups: Sequence[
         return None if found is None else found[0]
 
     return Banded(name, stretch.about, parts, tuple(runs), tuple(made), coarser), kept
-
-
-def _runs_added(tiles: Sequence[Any], groups: Sequence[int], reads: Sequence[int],
-                sums: Mapping[int, torch.Tensor]) -> tuple[TileRun, ...]:
-    """Return a pass of the backward as runs. Where all tiles can, they add gradients of keys and values to
-    their `sums` themselves."""
-    graphs = {id(graph): graph for graph, _, _ in tiles}
-    found = [sums_of(graph) for graph in graphs.values()]
-    pairs = {k: v for k, v in found[0].items() if groups[k] in sums and groups[v] in sums}
-    if not pairs or any(f != found[0] for f in found):
-        return runs_of(tiles, groups, reads)
-    inside = [groups[k] for pair in pairs.items() for k in pair]
-    like: dict[int, torch.Tensor] = {}
-    for k in (k for pair in pairs.items() for k in pair):
-        value = sums[groups[k]]
-        with value.fake_mode:                                   # type: ignore[attr-defined]
-            like[k] = torch.empty(value.shape, dtype=torch.promote_types(value.dtype, torch.float32),
-                                  device=value.device)
-    for key, graph in graphs.items():
-        with like[next(iter(pairs))].fake_mode:                 # type: ignore[attr-defined]
-            graphs[key] = added(graph, pairs, like)
-    kept = [k for k, g in enumerate(groups) if g not in inside]
-    return runs_of([(graphs[id(graph)], takes, tuple(given[k] for k in kept))
-                    for graph, takes, given in tiles], [groups[k] for k in kept], [*reads, *inside])
 
 
 def _gradients(writing: _Writing, keys: Sequence[Key], groups: Sequence[int], like: Sequence[torch.Tensor],

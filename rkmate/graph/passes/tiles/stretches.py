@@ -67,7 +67,6 @@ A_PART = 0.02
 computed again rather than to have one more."""
 _SMALL_VOLUME = 20480
 """Elements of the first four dimensions up to which torch does not hand a convolution to oneDNN."""
-_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 _HEAVY = (aten.convolution.default, aten.mm.default, aten.addmm.default, aten.bmm.default)
 
 
@@ -364,11 +363,9 @@ class _Parting:
         cut = {o for node in nodes for o, band in labels.needs[node] if band is not None and o in read}
         made = [n for n in nodes if n in self.handed or any(
             u not in inside and not is_backward(u) and u not in labels.inner for u in n.users)]
-        # Of what is read whole, the sum of the gradients and a tile's own, except for keys and values.
-        alone = {n for n in read - cut if any(u not in inside or u.target is not _ATTENTION or n not in (
-            u.args[1:3]) for u in n.users if not is_backward(u))}
+        # Of what is read whole, the sum of the gradients and a tile's own.
         fixed = 2.0 * sum(map(_bytes, cut)) + sum(map(_bytes, made)) + sum(
-            (2 + (n in self.moving and n in alone)) * _bytes(n) for n in read - cut)
+            (3 if n in self.moving else 2) * _bytes(n) for n in read - cut)
         own = _weight(nodes)
         if not made or fixed >= whole or len(nodes) < 2 or any(n not in labels for n in made) \
                 or len(norms) > MOST_NORMS:

@@ -114,7 +114,6 @@ def test_tiles_compute_what_the_whole_does(name: str, parts: int) -> None:
     found = tiled(*(by_port[of] for of, _ in keys), entering)[:len(gradients)]
     for mine, theirs in zip(found, gradients, strict=True):
         torch.testing.assert_close(mine, theirs)
-    assert ("attention" in name) == ("attention_backward_added" in tiled.text)
 
 
 @pytest.mark.parametrize(("function", "shape", "dim"), [
