@@ -42,12 +42,13 @@ class Case:
     config: dict[str, int]
 
 
+_70B = {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "intermediate_size": 28672}
 CASES = {
     "8b": Case("Llama 3 8B", 8, 2, {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
                                     "num_key_value_heads": 8, "intermediate_size": 14336}),
-    "70b": Case("Llama 3 70B", 64, 1, {"num_hidden_layers": 80, "hidden_size": 8192,
-                                       "num_attention_heads": 64, "num_key_value_heads": 8,
-                                       "intermediate_size": 28672})}
+    "70b": Case("Llama 3 70B", 64, 1, _70B),
+    "70b-256": Case("Llama 3 70B", 256, 1, _70B)}
 LENGTH, WORDS = 8192, 128_256
 
 
@@ -119,7 +120,7 @@ def rows_of(case: Case, layers: int | None) -> list[str]:
 def main() -> None:
     """Print the tables, or write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="8b,70b")
+    parser.add_argument("--models", default=",".join(CASES))
     parser.add_argument("--layers", type=int, help="fewer layers, to try the script")
     parser.add_argument("--write", action="store_true", help=f"write the tables into {PAGE.name}")
     args = parser.parse_args()
