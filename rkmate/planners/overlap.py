@@ -100,10 +100,9 @@ class _Overlap:
         bound = [k for k in self.exchanges if earliest.get(k, k) == k]     # they start where they stand
         bound_at = [self.clock[k] for k in bound]
         bound_seconds = np.cumsum([0.0, *(self.graph.c[self._node(k)].time for k in bound)])
-        following, limit = float("inf"), len(self.steps)
+        following = float("inf")
         for k in reversed(self.exchanges):
             if k not in earliest or earliest[k] == k:
-                limit = min(limit, k)
                 continue
             node = self.graph.c[self._node(k)]
             end = min(self.clock[k], following)
