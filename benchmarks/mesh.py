@@ -18,10 +18,10 @@ from torch import nn
 
 import rkmate
 from rkmate.ir.recompute import checkpointed
-from rkmate.ir.schedule import Compute
+from rkmate.ir.schedule import Schedule
 from rkmate.pipeline import elsewhere
-from rkmate.pipeline.prepare import prepare, trace
-from rkmate.pipeline.search import plan_prepared
+from rkmate.pipeline.prepare import Prepared, prepare, trace
+from rkmate.pipeline.search import planned_within
 from rkmate.pipeline.settings import Settings
 from rkmate.show.amounts import duration, size
 from rkmate.support.progress import Progress
@@ -42,12 +42,13 @@ class Case:
     config: dict[str, int]
 
 
+_70B = {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "intermediate_size": 28672}
 CASES = {
     "8b": Case("Llama 3 8B", 8, 2, {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
                                     "num_key_value_heads": 8, "intermediate_size": 14336}),
-    "70b": Case("Llama 3 70B", 64, 1, {"num_hidden_layers": 80, "hidden_size": 8192,
-                                       "num_attention_heads": 64, "num_key_value_heads": 8,
-                                       "intermediate_size": 28672})}
+    "70b": Case("Llama 3 70B", 64, 1, _70B),
+    "70b-256": Case("Llama 3 70B", 256, 1, _70B)}
 LENGTH, WORDS = 8192, 128_256
 
 
@@ -75,11 +76,12 @@ def model_of(case: Case, layers: int | None) -> tuple[nn.Module, torch.Tensor]:
     return Training(model), tokens
 
 
-def row(name: str, peak: int, seconds: float, ran: list[tuple[str, float]]) -> str:
-    """Return a row of the table. `ran`: names and seconds of the operations of a schedule."""
-    exchanges = [(n, t) for n, t in ran if "_and_wait" in n]
-    return (f"| {name} | {size(peak)} | {duration(seconds)} | {duration(sum(t for _, t in exchanges))} | "
-            f"{sum('all_gather' in n for n, _ in exchanges)} |")
+def row(name: str, prepared: Prepared, schedule: Schedule) -> str:
+    """Return a schedule's row of the table."""
+    found, ran = prepared.simulate(schedule), [prepared.graph.c[c] for c in schedule.order]
+    seconds = sum(c.time for c in ran if c.exchanges)
+    return (f"| {name} | {size(found.peak)} | {duration(found.seconds)} | {duration(seconds)} | "
+            f"{duration(seconds - found.exposed)} | {sum('all_gather' in c.name for c in ran)} |")
 
 
 def rows_of(case: Case, layers: int | None) -> list[str]:
@@ -98,32 +100,27 @@ def rows_of(case: Case, layers: int | None) -> list[str]:
                 schedule = prepared.with_kernels(checkpointed(graph, [
                     r if reshards or "all_gather" not in c.name else None
                     for r, c in zip(regions, graph.c, strict=True)], prepared.pinned))
-                found = prepared.simulate(schedule)
-                budgets.append(found.peak)
-                rows.append(row(f"each layer checkpointed, {name} resharding", found.peak, found.seconds,
-                                [(graph.c[s.c].name, graph.c[s.c].time) for s in schedule.steps
-                                 if isinstance(s, Compute)]))
+                budgets.append(prepared.simulate(schedule).peak)
+                rows.append(row(f"each layer checkpointed, {name} resharding", prepared,
+                                prepared.overlapped(schedule, budgets[-1])))
             left = rkmate.auto_budget(model)
             for budget in (*(b for b in budgets if b <= left), left):
-                plan = plan_prepared(prepared, budget)
-                nodes = plan.graph.computations
-                rows.append(row(f"rkmate, {size(budget)}", plan.peak_bytes, plan.step_seconds,
-                                [(nodes[s.c].name, nodes[s.c].seconds) for s in plan.schedule.steps
-                                 if isinstance(s, Compute)]))
+                planned = planned_within(prepared, budget)
+                rows.append(row(f"rkmate, {size(budget)}", planned.prepared, planned.plan.schedule))
                 print(rows[-1], f"{time.process_time() - begin:.0f} s", flush=True)
             held = sum(map(bytes_held, model.parameters()))
     seconds = time.process_time() - begin
     about = (f"{case.name} on {case.ranks} H100s, {case.batch} x {LENGTH:,} tokens a rank, bfloat16: "
              f"parameters, gradients and AdamW's states take {size(4 * held)} of {size(gpu.memory_bytes)}; "
              f"{size(left)} are left for a step. Planned in {seconds:.0f} seconds of processor time.")
-    head = ["| | step | time | collectives | gathers |", "|---|---|---|---|---|"]
+    head = ["| | step | time | collectives | hidden | gathers |", "|---|---|---|---|---|---|"]
     return [about, "", *head, *rows, ""]
 
 
 def main() -> None:
     """Print the tables, or write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="8b,70b")
+    parser.add_argument("--models", default=",".join(CASES))
     parser.add_argument("--layers", type=int, help="fewer layers, to try the script")
     parser.add_argument("--write", action="store_true", help=f"write the tables into {PAGE.name}")
     args = parser.parse_args()

@@ -436,8 +436,8 @@ def test_a_mesh_that_is_not_here(on_the_path: None) -> None:
     import mesh
 
     about, _, *table, _ = mesh.rows_of(mesh.CASES["8b"], 2)
-    assert "on 8 H100s" in about and len(table) == 7 and all(line.count("|") == 6 for line in table)
-    gathers = [int(line.split("|")[5]) for line in table[2:4]]
+    assert "on 8 H100s" in about and len(table) == 7 and all(line.count("|") == 7 for line in table)
+    gathers = [int(line.split("|")[6]) for line in table[2:4]]
     assert gathers == [7 * 2 * 2 + 2, 7 * 2 + 2]
 
 

@@ -87,7 +87,8 @@ class Alike:
             return tuple([ds[j] for j in js])
 
         body = tuple([
-            (cs[do.step.c], do.step.kernel, local(do.keeps), None if do.donor is None else ds[do.donor])
+            (cs[do.step.c], *do.step[1:], do.waits, local(do.keeps),
+             None if do.donor is None else ds[do.donor])
             if isinstance(do, Computed) else
             (local(do.d), sum(size[j].size for j in do.d if j != do.donor)) for do in found.body])
         key = (self.labels[block], local(found.take), local(found.read), body, frozenset(local(found.give)),

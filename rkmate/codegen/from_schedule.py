@@ -36,7 +36,17 @@ from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.ir.calls import Argument, Constant, Held, Name, NameTable
 from rkmate.ir.cd import HOISTED, CDGraph
-from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, kernel_of
+from rkmate.ir.schedule import (
+    Compute,
+    CopyIn,
+    CopyOut,
+    Free,
+    Leave,
+    Loss,
+    Schedule,
+    Start,
+    kernel_of,
+)
 from rkmate.torch_seam.nodes import VALUE
 
 # -- Stretches -------------------------------------------------------------------------------------
@@ -49,14 +59,14 @@ class Stretch:
     """Steps of one block that become one slice."""
 
     block: int
-    steps: list[Compute | Free] = field(default_factory=list)
+    steps: list[Compute | Free | Start] = field(default_factory=list)
     closed: bool = False
     """Whether it ends with what is freed without having been read in it."""
     touched: set[int] = field(default_factory=set, repr=False)
     """Nodes that its computations read and make."""
 
-    def add(self, step: Compute | Free, cd: CDGraph) -> None:
-        if isinstance(step, Compute):
+    def add(self, step: Compute | Free | Start, cd: CDGraph) -> None:
+        if isinstance(step, Compute | Start):
             self.touched.update(cd.c[step.c].inputs, cd.c[step.c].outputs)
         else:
             self.closed = self.closed or step.d not in self.touched
@@ -111,7 +121,7 @@ def cut_schedule(cd: CDGraph, schedule: Schedule, block_of: Sequence[int], ends:
             current, closing = [], None
         if isinstance(step, Free):                  # after a copy
             current.append(Stretch(_block_before(current)))
-        elif isinstance(step, Compute):
+        elif isinstance(step, Compute | Start):
             arriving = sorted(coming.intersection(cd.c[step.c].inputs))
             coming.difference_update(arriving)
             current += [Copied("arrive", d) for d in arriving]
@@ -119,7 +129,7 @@ def cut_schedule(cd: CDGraph, schedule: Schedule, block_of: Sequence[int], ends:
             end = current[-1] if current else None
             if not isinstance(end, Stretch) or end.block != block or end.closed:
                 current.append(Stretch(block))
-            if step.c in last:
+            if step.c in last and isinstance(step, Compute):
                 closing = step.c
         else:
             current.append(Copied(_WORDS[type(step)], step.d))
@@ -174,6 +184,8 @@ class _Maker:
         self.ran: set[int] = set()
         self.stored: set[int] = set()
         """D nodes in the environment."""
+        self.started: set[int] = set()
+        """C nodes that were started, and not waited for."""
         self.names: dict[int, tuple[dict[int, str], NameTable]] = {}
         """Of each block's values, and the table that they were taken from."""
         self.view_keys: dict[Any, int] = {}
@@ -220,7 +232,12 @@ class _Maker:
         return [Copy(part.word, self._key(part.d))]
 
     def _calls(self, part: Stretch) -> list[Enter | Drop]:
-        found = flow(self.cd, part.steps, self.stored, self.handed)
+        found = flow(self.cd, part.steps, self.stored, self.handed, self.started)
+        for do in found.body:
+            if isinstance(do, Computed) and isinstance(do.step, Start):
+                self.started.add(do.step.c)
+            elif isinstance(do, Computed) and do.waits:
+                self.started.remove(do.step.c)
         if not found.body:
             self.stored = found.after(self.stored)
             return [Drop(self._keys(found.drop))]
@@ -252,16 +269,19 @@ class _Maker:
             if c in self.repeated:
                 state = len(rng)
                 rng.append(node.name)
-        again = kernel_of(self.cd, do.step).time if c in self.ran else None
-        self.ran.add(c)
+        again = None
+        if not do.waits:
+            again = node.time if isinstance(do.step, Start) else kernel_of(self.cd, do.step).time
+            again = again if c in self.ran else None
+            self.ran.add(c)
         return Way(again, draws, state, node.adds)
 
     def _slice(self, part: Stretch, found: Flow,
                ways: Sequence[Way]) -> tuple[Slice, Sequence[int], Sequence[Source]]:
         """Return a stretch as a function, the D nodes that it gives, and the sources of its inputs."""
         naming = self._naming(part.block)
-        views = Views(self.program, naming, [self.program.operation[s.c] for s in part.steps
-                                             if isinstance(s, Compute)], self.view_keys)
+        views = Views(self.program, naming, [self.program.operation[do.step.c] for do in found.body
+                                             if isinstance(do, Computed) and not do.waits], self.view_keys)
         expressions = Spelled(self.program, naming, views)
         body: list[Run | Look | slices.Free] = []
         following = iter(ways)
@@ -274,7 +294,7 @@ class _Maker:
         give = tuple(j for j in naming.local if j in found.give)
         label = "constants" if part.block == HOISTED else \
             f"block_{self.labels[part.block] if self.labels else part.block}"
-        phase = "backward" if any(isinstance(s, Compute) and s.c >= self.cd.loss for s in part.steps) \
+        phase = "backward" if any(not isinstance(s, Free) and s.c >= self.cd.loss for s in part.steps) \
             else "forward"
         made = Slice(f"{label}_{phase}", naming.names(found.take),
                      naming.names(found.read), tuple(naming.sources.values()), tuple(body),
@@ -296,7 +316,11 @@ class _Maker:
     def _run(self, do: Computed, way: Way, expressions: Spelled, naming: LocalNames) -> Run:
         c = do.step.c
         node = self.program.operation[c]
-        if do.step.kernel:
+        if isinstance(do.step, Start):
+            call = expressions.call_started(node)
+        elif do.waits:
+            call = expressions.call_waiting(naming.value(self.cd.c[c].outputs[0]))
+        elif do.step.kernel:
             call = expressions.call_alternative(node, do.step.kernel - 1)
         elif do.donor is not None:
             call = expressions.call_in_place(node, do.donor)

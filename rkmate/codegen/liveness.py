@@ -6,19 +6,21 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rkmate.ir.cd import CDGraph
-from rkmate.ir.schedule import Compute, Free, freed_after, in_place_donor
+from rkmate.ir.schedule import Compute, Free, Start, freed_after, in_place_donor
 
 
 @dataclass(frozen=True)
 class Computed:
     """A computation of the stretch."""
 
-    step: Compute
+    step: Compute | Start
     keeps: tuple[int, ...]
     """Of its outputs, those that become values: not what is freed right after it, and not a second
     copy of what is there."""
     donor: int | None
     """The input whose storage the output takes."""
+    waits: bool = False
+    """Whether it only waits for what an earlier step has started."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,11 @@ class Flow:
         return {*stored} - {*self.take} - {*self.drop} | self.give
 
 
-def flow(graph: CDGraph, steps: Sequence[Compute | Free], stored: Collection[int],
-         handed: Collection[int] = ()) -> Flow:
+def flow(graph: CDGraph, steps: Sequence[Compute | Free | Start], stored: Collection[int],
+         handed: Collection[int] = (), started: Collection[int] = ()) -> Flow:
     """Return the flow of a stretch. `stored`: D nodes that earlier steps left. `handed`: nodes that are
-    handed to somebody else, who frees them."""
+    handed to somebody else, who frees them. `started`: C nodes that earlier steps have started."""
+    running = {*started}
     entering: dict[int, bool] = {}              # read here -> freed here
     made: set[int] = set()
     drop: dict[int, None] = {}
@@ -68,7 +71,16 @@ def flow(graph: CDGraph, steps: Sequence[Compute | Free], stored: Collection[int
             gone.clear()
 
     for k, step in enumerate(steps):
-        if isinstance(step, Compute):
+        if isinstance(step, Start) or (isinstance(step, Compute) and step.c in running):
+            close()
+            node, waits = graph.c[step.c], isinstance(step, Compute)
+            for j in (*node.inputs, *(node.outputs if waits else ())):
+                if j not in made:
+                    entering.setdefault(j, False)
+            made.update(() if waits else node.outputs)
+            body.append(Computed(step, () if waits else node.outputs, None, waits))
+            running.symmetric_difference_update((step.c,))
+        elif isinstance(step, Compute):
             close()
             for j in graph.c[step.c].inputs:
                 if j not in made:

@@ -14,7 +14,6 @@ from torch import nn
 from rkmate.devices import GPU, checked
 from rkmate.distributed.sharding import shard
 from rkmate.errors import ArgumentError
-from rkmate.ir.schedule import Compute
 from rkmate.pipeline.device_budget import ADAM_STATES
 from rkmate.show.amounts import duration, size
 from rkmate.show.plan import Plan
@@ -87,7 +86,9 @@ class RankEstimate:
     step_seconds: float
     """Predicted time of the step, with the collectives of the plan."""
     exchange_seconds: float
-    """Time of the plan's collectives, in which nothing else runs."""
+    """Time of the plan's collectives."""
+    hidden_seconds: float
+    """Part of the collectives' time in which something else computes."""
     replicas_seconds: float
     """Time to average gradients over the replicas of a model that is not sharded, after the plan. Data
     parallel training hides most of it behind the backward."""
@@ -110,8 +111,8 @@ class RankEstimate:
             f"  step        {size(self.step_bytes)}, of which {size(self.gathered_bytes)} are gathered "
             "parameters",
             f"  in all      {size(self.total_bytes)} of {size(self.memory_bytes)}",
-            f"  time        {duration(self.step_seconds)} a step, of which {duration(self.exchange_seconds)} "
-            f"are collectives{after}"))
+            f"  time        {duration(self.step_seconds)} a step; collectives take "
+            f"{duration(self.exchange_seconds)}, of which {duration(self.hidden_seconds)} are hidden{after}"))
 
 
 def estimate(plan: Plan, model: nn.Module, mesh: DeviceMesh, device: GPU | str) -> RankEstimate:
@@ -125,17 +126,17 @@ def estimate(plan: Plan, model: nn.Module, mesh: DeviceMesh, device: GPU | str) 
     """
     gpu, names = checked(device), mesh.mesh_dim_names or ()
     trained = sum(bytes_held(p) for p in model.parameters() if p.requires_grad)
-    exchanges = {i for i, c in enumerate(plan.graph.computations) if c.operation.endswith("_and_wait")}
-    seconds = sum(plan.graph.computations[step.c].seconds for step in plan.schedule.steps
-                  if isinstance(step, Compute) and step.c in exchanges)
+    ran, replayed = [plan.graph.computations[c] for c in plan.schedule.order], replay(plan)
+    seconds = sum(c.seconds for c in ran if c.exchanges)
     replicas = 0.0
     if REPLICAS in names and SHARDS not in names:
         group: Any = mesh.get_group(REPLICAS)
         ranks = dist.get_process_group_ranks(group)
         replicas = 2 * trained * (len(ranks) - 1) / len(ranks) / gpu.expected.between(ranks)
-    gathered = sum(t.bytes for t in replay(plan).peak_tensors
+    gathered = sum(t.bytes for t in replayed.peak_tensors
                    if "all_gather" in t.operation and t.kind != "temporaries")
     return RankEstimate(
         dict(zip(names, mesh.shape, strict=True)), gpu.name, gpu.memory_bytes,
         sum(map(bytes_held, (*model.parameters(), *model.buffers()))), trained, ADAM_STATES * trained,
-        plan.peak_bytes, gathered, plan.step_seconds, seconds, replicas)
+        plan.peak_bytes, gathered, plan.step_seconds, seconds,
+        seconds - replayed.simulation.exposed, replicas)

@@ -89,13 +89,15 @@ class CNode:
     adds: bool = False
     """Whether the computation adds to a gradient that the caller holds: it belongs to the backward, and runs
     once."""
-
+    exchanges: bool = False
+    """Whether the computation is a collective, which can run while others do."""
 
     def renumbered(self, d: Mapping[int, int]) -> CNode:
         """Return a copy over D nodes with other numbers."""
         return CNode(self.name, self.phase, tuple([d[j] for j in self.inputs]),
                      tuple([d[j] for j in self.outputs]), self.time, self.overhead, self.random,
-                     tuple([d[j] for j in self.donors]), self.alternatives, self.decides, self.adds)
+                     tuple([d[j] for j in self.donors]), self.alternatives, self.decides, self.adds,
+                     self.exchanges)
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class CDGraph:
         """Return a copy of the graph with the costs of each C node, in order."""
         return replace(self, c=tuple([
             CNode(c.name, c.phase, c.inputs, c.outputs, cost.time, cost.overhead, c.random, c.donors,
-                  cost.alternatives, c.decides, c.adds)
+                  cost.alternatives, c.decides, c.adds, c.exchanges)
             for c, cost in zip(self.c, costs, strict=True)]))
 
     def verify(self) -> CDGraph:

@@ -1,8 +1,10 @@
-"""Link between a device's memory and another place: how fast it is, and when each copy ends.
+"""Link between a device's memory and another place: how fast it is, and when each copy and each collective
+ends.
 
 Copies have two clocks, in addition to that of the computations: copies out queue for one direction of the
 link, copies in for the other (Beaumont et al., "Efficient combination of rematerialization and offloading",
-NeurIPS 2021, combine both ways to save memory).
+NeurIPS 2021, combine both ways to save memory). Collectives have another one: they run one after the other,
+in the order in which they start.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def read_link(content: Any) -> Link | None:
 
 
 class Clocks:
-    """End times of a step's computations, copies out and copies in. Seconds since the step's beginning."""
+    """End times of a step's computations, copies out, copies in and collectives. Seconds since the step's
+    beginning."""
 
     def __init__(self, link: Link | None) -> None:
         self.link = link
@@ -74,12 +77,29 @@ class Clocks:
         """(D node, start, end) of each copy out."""
         self.back: list[tuple[int, float, float]] = []
         """Copies in: D node, start, end."""
+        self.exposed = 0.0
+        """Seconds in which computations have waited for collectives."""
+        self._exchanged = 0.0
+        self._ends: dict[int, float] = {}
         self._sent: dict[int, float] = {}
         self._arrives: dict[int, float] = {}
 
     def compute(self, seconds: float) -> None:
         """Run a computation whose inputs are in memory."""
         self.now += seconds
+
+    def start(self, c: int, seconds: float) -> float:
+        """Begin a collective, the C node `c`, after those before it. Return when it ends."""
+        self._exchanged = self._ends[c] = max(self.now, self._exchanged) + seconds
+        return self._exchanged
+
+    def exchange(self, c: int, seconds: float) -> None:
+        """Wait for the end of a collective, which begins now unless it has begun."""
+        if c not in self._ends:
+            self.start(c, seconds)
+        waited = max(0.0, self._ends.pop(c) - self.now)
+        self.exposed += waited
+        self.now += waited
 
     def copy_out(self, d: int, size: int) -> None:
         """Begin a copy out: it waits for those before it."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rkmate.errors import GraphError, PlanError
 from rkmate.ir.cd import Cost, read_cost
-from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Step
+from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Free, Leave, Loss, Schedule, Start, Step
 from rkmate.ir.summary import GraphSummary, read_summary
 from rkmate.support.cache import write_json
 
@@ -54,7 +54,8 @@ def read_origin(content: Mapping[str, Any] | None) -> Origin | None:
 
 _FORMAT = 4
 _KERNEL = "kernel"
-_COPIES: dict[str, type[CopyOut | Leave | CopyIn]] = {"out": CopyOut, "leave": Leave, "in": CopyIn}
+_WORDS: dict[str, type[CopyOut | Leave | CopyIn | Start]] = {
+    "out": CopyOut, "leave": Leave, "in": CopyIn, "start": Start}
 _UNCHUNKED = "unchunked"
 """Mark of older files for a computation that runs by the first of its alternative kernels."""
 Saved = TypeVar("Saved", bound="PlanData")
@@ -246,13 +247,15 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
 def step_content(step: Step) -> int | str:
     """Return a step as JSON. ``3``: compute node 3, ``"3 kernel 1"`` by the first of its other kernels;
     ``-4``: free storage 3; ``"loss"``; ``"out 3"``, ``"leave 3"``, ``"in 3"``: copy storage 3 away, free it
-    then, copy it back."""
+    then, copy it back. ``"start 3"``: begin compute node 3, a collective, which ``3`` waits for."""
     if isinstance(step, Compute):
         return f"{step.c} {_KERNEL} {step.kernel}" if step.kernel else step.c
     if isinstance(step, Loss):
         return step.kind
     if isinstance(step, Free):
         return -step.d - 1
+    if isinstance(step, Start):
+        return f"{step.kind} {step.c}"
     return f"{step.kind} {step.d}"
 
 
@@ -260,9 +263,9 @@ def read_step(value: Any) -> Step:
     """Read a step that `step_content` wrote, or an older version did. Raises `ValueError` or `TypeError`."""
     if value == "loss":
         return Loss()
-    if isinstance(value, str) and value.partition(" ")[0] in _COPIES:
+    if isinstance(value, str) and value.partition(" ")[0] in _WORDS:
         word, number = value.split()
-        return _COPIES[word](int(number))
+        return _WORDS[word](int(number))
     if isinstance(value, str):
         number, word, *which = value.split()
         if [word, len(which)] not in ([_KERNEL, 1], [_UNCHUNKED, 0]):

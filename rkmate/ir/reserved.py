@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from rkmate.ir.allocator import Block, CachingAllocator
 from rkmate.ir.cd import CDGraph
-from rkmate.ir.schedule import Compute, CopyIn, Free, Leave, Loss, Schedule, in_place_donor, kernel_of
+from rkmate.ir.schedule import Compute, CopyIn, Free, Leave, Loss, Schedule, Start, in_place_donor, kernel_of
 from rkmate.ir.simulate import LOSS_SCALARS, buffers_of
 
 
@@ -111,6 +111,8 @@ class _Run:
         self.held: dict[int, Block | None] = {-1: loop.allocator.allocate(size)} if size else {}
         """Blocks by D node; those of copies have the number -1."""
         self.taken: set[int] = set()
+        self.started: dict[int, Block | None] = {}
+        """Temporary memory of collectives that run."""
 
     def follow(self, steps: Iterable[int]) -> None:
         """Run some of the schedule's steps, by their numbers."""
@@ -122,11 +124,22 @@ class _Run:
                 self.free(step.d)
             elif isinstance(step, Leave):
                 self.loop.allocator.free(self.held.pop(step.d))
+            elif isinstance(step, Start):
+                self.start(step.c)
             elif isinstance(step, CopyIn):
                 self.held[step.d] = self.loop.allocator.allocate(self.loop.graph.d[step.d].size)
 
+    def start(self, c: int) -> None:
+        graph, allocator = self.loop.graph, self.loop.allocator
+        for j in graph.c[c].outputs:
+            self.held[j] = allocator.allocate(graph.d[j].size)
+        self.started[c] = allocator.allocate(graph.c[c].overhead)
+
     def compute(self, k: int, step: Compute) -> None:
         graph, allocator = self.loop.graph, self.loop.allocator
+        if step.c in self.started:
+            allocator.free(self.started.pop(step.c))
+            return
         node, donor = graph.c[step.c], self.loop.donors.get(k)
         replaced: list[Block | None] = []
         if donor is not None:

@@ -62,7 +62,15 @@ class CopyIn(NamedTuple):
     kind: Literal["in"] = "in"
 
 
-Step = Compute | Free | Loss | CopyOut | Leave | CopyIn
+class Start(NamedTuple):
+    """Make room for the results of a collective, and begin it: the next `Compute` of its C node waits for its
+    end. What it reads, and what it takes while it runs, stays in memory until then."""
+
+    c: int
+    kind: Literal["start"] = "start"
+
+
+Step = Compute | Free | Loss | CopyOut | Leave | CopyIn | Start
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,15 @@ class Schedule:
     def copied(self) -> frozenset[int]:
         """D nodes that are copied away."""
         return frozenset(s.d for s in self.steps if isinstance(s, CopyOut))
+
+    @property
+    def starts(self) -> bool:
+        """Whether a collective starts before it is waited for."""
+        return any(isinstance(s, Start) for s in self.steps)
+
+    def waiting_at_once(self) -> Schedule:
+        """Return the schedule in which each collective starts where it is waited for."""
+        return Schedule(tuple(s for s in self.steps if not isinstance(s, Start))) if self.starts else self
 
     def recomputed(self) -> dict[int, int]:
         """Return how many times each C node runs again (only the nodes that do)."""

@@ -17,6 +17,7 @@ from rkmate.ir.schedule import (
     Leave,
     Loss,
     Schedule,
+    Start,
     in_place_donor,
     kernel_of,
 )
@@ -57,7 +58,8 @@ class Simulation:
     peak_at: int
     """Index of the step where the peak stands."""
     seconds: float
-    """Seconds from the first computation to the end of the last one, including waits for copies."""
+    """Seconds from the first computation to the end of the last one, including waits for copies and
+    collectives."""
     saved: int
     """Bytes alive at the loss (the paper's M_save), before the output gradients arrive."""
     timeline: tuple[int, ...]
@@ -70,6 +72,8 @@ class Simulation:
     """(D node, start, end) of each copy out, in seconds."""
     copies_in: tuple[tuple[int, float, float], ...] = ()
     """(D node, start, end) of each copy back, in seconds."""
+    exposed: float = 0.0
+    """Seconds in which nothing computes, because a collective runs that the next computation waits for."""
 
 
 def buffers_of(graph: CDGraph, schedule: Schedule) -> int:
@@ -93,13 +97,16 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
     where = Residency(graph, pinned)
     peak_at = saved = 0
     copies = bool(schedule.copied)
+    clocked = copies or schedule.starts
+    running: dict[int, tuple[int, ...]] = {}     # collectives, and what they read and make
+    coming: set[int] = set()
     live = peak = buffers_of(graph, schedule)
     taken: set[int] = set()
     seen_loss = False
     ran: set[int] = set()
     timeline: list[int] = []
     steps, size, decided, nodes = schedule.steps, [d.size for d in graph.d], graph.decided, graph.c
-    seconds, last = 0.0, len(steps) - 1
+    seconds, exposed, last = 0.0, 0.0, len(steps) - 1
     for k, step in enumerate(steps):
         now = live
         if isinstance(step, Compute):
@@ -114,6 +121,11 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 for j in node.inputs:
                     if j not in alive and j not in fixed:
                         raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")
+            if coming and not coming.isdisjoint(node.inputs):
+                raise ScheduleError(f"step {k}: {node.name} reads what a collective has not made yet")
+            begun = running.pop(step.c, None)
+            if begun is not None:
+                coming.difference_update(node.outputs)
             for j in node.inputs if copies else ():
                 clocks.arrive(j)
                 where.read(j)
@@ -125,7 +137,7 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 # The output takes the input's storage: when the input is freed, nothing is freed.
                 live -= size[donor]
                 taken.add(donor)
-            for j in node.outputs:
+            for j in node.outputs if begun is None else ():
                 if copies:
                     where.make(j, k)
                 if j in alive:
@@ -135,10 +147,17 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                     live += size[j]
             kernel: CNode | Kernel = kernel_of(graph, step) if step.kernel else node
             now = live + remade + kernel.overhead
-            if copies:
-                clocks.compute(kernel.time)
-            else:
+            if begun is not None:
+                now = live
+                live -= kernel.overhead
+            if not clocked:
                 seconds += kernel.time
+                if node.exchanges:
+                    exposed += kernel.time
+            elif node.exchanges:
+                clocks.exchange(step.c, kernel.time)
+            else:
+                clocks.compute(kernel.time)
             ran.add(step.c)
         elif isinstance(step, Free):
             if step.d not in alive:
@@ -147,6 +166,8 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which the user holds")
             if step.d in decided:
                 raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which was decided and stays")
+            if running and any(step.d in busy for busy in running.values()):
+                raise ScheduleError(f"step {k}: frees {graph.d[step.d].name} while a collective runs on it")
             if copies:
                 where.free(step.d, k)
             alive.discard(step.d)
@@ -157,6 +178,8 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
             now = live
         elif isinstance(step, Loss):
             missing = [j for j in graph.outputs if (j not in alive and j not in fixed) or j in where.coming]
+            if running:
+                raise ScheduleError(f"step {k}: the loss comes while a collective runs")
             if seen_loss or missing:
                 names = ", ".join(graph.d[j].name for j in missing)
                 raise ScheduleError(f"step {k}: the loss comes twice or without {names or 'need'}")
@@ -183,14 +206,32 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
             alive.add(step.d)
             live += graph.d[step.d].size
             now = live
+        elif isinstance(step, Start):
+            node = nodes[step.c]
+            if node.phase == "backward" and not seen_loss:
+                raise ScheduleError(f"step {k}: {node.name} starts before the loss")
+            if not node.exchanges or node.donors or node.alternatives or step.c in running:
+                raise ScheduleError(f"step {k}: {node.name} cannot be started before it is waited for")
+            for j in node.inputs:
+                if (j not in alive and j not in fixed) or j in coming:
+                    raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")
+            if not alive.isdisjoint(node.outputs):
+                raise ScheduleError(f"step {k}: {node.name} makes what is in memory")
+            running[step.c] = (*node.inputs, *node.outputs)
+            coming.update(node.outputs)
+            alive.update(node.outputs)
+            live += sum([size[j] for j in node.outputs]) + node.overhead
+            clocks.start(step.c, node.time)
+            now = live
         timeline.append(now)
         if now > peak:
             peak, peak_at = now, k
     left_out = [graph.c[i].name for i in range(len(graph.c)) if i not in ran]
     if left_out:
         raise ScheduleError(f"the schedule never runs {', '.join(left_out[:5])}")
-    return Simulation(peak, peak_at, clocks.now if copies else seconds, saved, tuple(timeline),
-                      clocks.stalled, where.bytes, tuple(clocks.out), tuple(clocks.back))
+    return Simulation(peak, peak_at, clocks.now if clocked else seconds, saved, tuple(timeline),
+                      clocks.stalled, where.bytes, tuple(clocks.out), tuple(clocks.back),
+                      clocks.exposed if clocked else exposed)
 
 
 class Residency:

@@ -46,6 +46,8 @@ class Computation:
     """Runs once: what it chooses must stand."""
     adds: bool = False
     """Runs once: it adds to a gradient that the caller holds."""
+    exchanges: bool = False
+    """Is a collective, which can run while other computations do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class GraphSummary:
         return CDGraph(
             tuple(DNode(s.name, s.size, s.kind) for s in self.storages),
             tuple(CNode(c.name, c.phase, c.inputs, c.outputs, c.seconds, c.overhead, c.random,
-                        c.donors, c.alternatives, c.decides, c.adds)
+                        c.donors, c.alternatives, c.decides, c.adds, c.exchanges)
                   for c in self.computations),
             self.loss, (), self.outputs, self.output_grads, self.input_grads, self.releases, self.link)
 
@@ -124,6 +126,7 @@ class GraphSummary:
     def content(self) -> dict[str, Any]:
         """Return the summary as a JSON object, without times and overheads, which the plan has."""
         adding = [i for i, c in enumerate(self.computations) if c.adds]
+        exchanging = [i for i, c in enumerate(self.computations) if c.exchanges]
         return {
             "computations": [[c.name, c.operation, c.path, c.block, list(c.inputs), list(c.outputs),
                               int(c.random), int(c.constant), list(c.donors)]
@@ -134,6 +137,7 @@ class GraphSummary:
             "exits": sorted([j, i] for j, i in self.releases.items()), "held": list(self.pinned),
             "decisions": [i for i, c in enumerate(self.computations) if c.decides],
             **({"additions": adding} if adding else {}),
+            **({"collectives": exchanging} if exchanging else {}),
             **({"link": self.link.content()} if self.link else {}),
             "reserve_at_loss": self.reserve_at_loss, "cuts": [list(c) for c in self.cuts],
             "captured": [[c.name, c.operation, c.path, c.block, c.kind, list(c.inputs)]
@@ -147,13 +151,15 @@ def read_summary(content: Mapping[str, Any], costs: Sequence[Cost]) -> GraphSumm
     loss = int(content["loss"])
     decisions = set(map(int, content.get("decisions", ())))      # plans without: of graphs without
     additions = set(map(int, content.get("additions", ())))
+    collectives = set(map(int, content.get("collectives", ())))
     computations = []
     for i, (row, cost) in enumerate(zip(content["computations"], costs, strict=True)):
         name, operation, path, block, inputs, outputs, random, constant, places = row
         computations.append(Computation(
             str(name), str(operation), str(path), "forward" if i < loss else "backward", int(block),
             tuple(map(int, inputs)), tuple(map(int, outputs)), cost.time, cost.overhead, bool(random),
-            bool(constant), tuple(map(int, places)), cost.alternatives, i in decisions, i in additions))
+            bool(constant), tuple(map(int, places)), cost.alternatives, i in decisions, i in additions,
+            i in collectives))
     result = GraphSummary(
         tuple(computations),
         tuple(Storage(str(n), int(s), k, str(shape)) for n, s, k, shape in content["storages"]),

@@ -124,11 +124,14 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
     schedule = prepared.with_kernels(outcome.schedule, limit if calls == 1 else 0)
     if prepared.peak(schedule, calls) > limit:
         schedule = outcome.schedule             # they leave the peak of one call alone as it is
+    schedule = prepared.overlapped(schedule, limit)
     result = prepared.simulate(schedule)
     # Of schedules whose computations all run by their own kernels, as planners see them.
     bound = None if outcome.bound is None else max(0.0, outcome.bound - seconds_to_save(prepared.graph))
     if bound is not None and math.isclose(bound, result.seconds):
         bound = min(bound, result.seconds)      # the same numbers, added up in another order
+    if bound is not None and schedule.starts:   # a bound of schedules that wait for each collective at once
+        bound = max(0.0, bound - sum(c.time for c in prepared.graph.c if c.exchanges))
     runs: Sequence[Run]
     if solved is None or not outcome.ops:
         runs = tuple(runs_of(outcome.schedule, prepared.graph, parts.block_of))
@@ -243,7 +246,8 @@ def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
                                             "larger tiles": time.perf_counter() - start})
         if found is None:
             continue
-        schedule = prepared.with_kernels(by_own_kernels(found.plan.schedule), limit)
+        schedule = by_own_kernels(found.plan.schedule.waiting_at_once())
+        schedule = prepared.overlapped(prepared.with_kernels(schedule, limit), limit)
         result = prepared.simulate(schedule)
         if result.peak <= limit and result.seconds <= worth:
             plan = replace(plan, schedule=schedule, peak_bytes=result.peak, step_seconds=result.seconds,

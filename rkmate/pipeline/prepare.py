@@ -53,6 +53,7 @@ from rkmate.pipeline.loss import ModelAndLoss, traceable, trained_outputs, train
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first
 from rkmate.pipeline.wishes import Wishes, check_names, settings_that_keep, wishes_of
+from rkmate.planners.overlap import overlapped
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
@@ -212,6 +213,14 @@ class Prepared:
         bytes."""
         return choose_kernels(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss,
                               room=room, known=self._verdict(schedule))
+
+    def overlapped(self, schedule: Schedule, limit: int) -> Schedule:
+        """Return the schedule with collectives that run while something else computes, within `limit`
+        bytes."""
+        if self.settings.calls != 1:
+            return schedule
+        return overlapped(self.graph, schedule, limit, pinned=self.pinned,
+                          reserve_at_loss=self.reserve_at_loss)
 
     def peak(self, schedule: Schedule, calls: int) -> int:
         """Return the simulated peak, in bytes, of a step of `calls` calls that follow a schedule."""

@@ -119,7 +119,12 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
 def plan_prepared(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Plan:
     """Return the fastest plan within `limit` bytes, given the prepared first variant. Raises as
     `make_plan`."""
-    return _compared(prepared, limit, planner).plan
+    return planned_within(prepared, limit, planner).plan
+
+
+def planned_within(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Planned:
+    """Return `plan_prepared` with the variant of the graph that it runs over."""
+    return _compared(prepared, limit, planner)
 
 
 def _compared(prepared: Prepared, limit: int, planner: str,

@@ -127,8 +127,9 @@ def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planne
     nearest = sorted(alike, key=lambda k: abs(k.plan.graph.cd.total_bytes - cd.total_bytes))
     schedules: list[Schedule] = []
     for k in nearest:
-        if len(schedules) < TRIED and k.plan.schedule not in schedules:
-            schedules.append(k.plan.schedule)
+        schedule = k.plan.schedule.waiting_at_once()
+        if len(schedules) < TRIED and schedule not in schedules:
+            schedules.append(schedule)
     found = _best(prepared, schedules, limit, _NOTE)
     if found is None and orders and whole is None:
         chained = _chained(prepared, orders, limit)

@@ -19,7 +19,7 @@ from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.chain import Backward, Block, Chain, Forward, Op, Option
 from rkmate.ir.chain import Option as BlockOption
 from rkmate.ir.plan import BlockInfo, Run
-from rkmate.ir.schedule import Compute, CopyIn, Free, Leave, Schedule, from_order
+from rkmate.ir.schedule import Compute, CopyIn, Free, Leave, Schedule, Start, from_order
 from rkmate.ir.simulate import simulate
 from rkmate.ir.summary import Captured, CapturedKind, Computation, GraphSummary, Storage
 from rkmate.pipeline.prepare import Prepared, cut_children, shape_of
@@ -144,7 +144,7 @@ def summarise(prepared: Prepared) -> GraphSummary:
     computations = tuple(
         Computation(c.name, _operation(node), module_of(node), c.phase, parts.block_of[i], c.inputs,
                     c.outputs, c.time, c.overhead, c.random, i in program.constant,
-                    c.donors, c.alternatives, c.decides, c.adds)
+                    c.donors, c.alternatives, c.decides, c.adds, c.exchanges)
         for i, (c, node) in enumerate(zip(graph.c, program.operation, strict=True)))
     storages = tuple(Storage(d.name, d.size, d.kind, _shape(owner.meta.get(VALUE)))
                      for d, owner in zip(graph.d, program.owner, strict=True))
@@ -217,6 +217,8 @@ def runs_of(schedule: Schedule, graph: CDGraph, block_of: Sequence[int]) -> Iter
             there.discard(step.d)
         elif isinstance(step, CopyIn):
             there.add(step.d)
+        elif isinstance(step, Start):
+            there.update(graph.c[step.c].outputs)
         elif isinstance(step, Compute) and block_of[step.c] != HOISTED:
             kind = "backward" if step.c >= graph.loss else "forward"
             place = (block_of[step.c], kind)

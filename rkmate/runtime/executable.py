@@ -4,8 +4,9 @@ original's forward.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -191,6 +192,11 @@ class CallerTensors:
         for key, i in self.inputs.items():
             found[key] = tensors[i].detach()                   # detach: the boundary of autograd
         return found
+
+    def trained(self, keys: Iterable[str], sources: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return parameters that gradients go to. A piece is made anew: autograd hands gradients on in the
+        reverse order of what was made."""
+        return [self.slots[k].get() if k in self.slots and self.slots[k].piece else sources[k] for k in keys]
 
     def versions(self, sources: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Return the versions of what the backward may read, and nobody may change before it."""
@@ -388,7 +394,7 @@ class PlannedStep:
             call.again_with_graph = self._again(original, tensors, sources, state)
         if opened is not None:
             opened(call)
-        params = [[sources[k] for k in keys] for keys in targets.params]
+        params = [functools.partial(caller.trained, keys, sources) for keys in targets.params]
         added = [[sources[k] for k in keys] for keys in targets.added]
         inputs = [tensors[i] for i in self.generated.input_grads]
         # Fresh aliases: what the user gets refers to the environment, and must not stand in it.

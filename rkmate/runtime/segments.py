@@ -326,11 +326,11 @@ _apply_unplanned = _quick_apply(_Unplanned)
 
 def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], None],
             outputs: list[torch.Tensor], fixed: Sequence[int],
-            params: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor],
+            params: Sequence[Callable[[], Sequence[torch.Tensor]]], inputs: Sequence[torch.Tensor],
             added: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """Insert the segments of the backward into autograd's graph. Returns the module's outputs.
 
-    `fixed`: outputs without a gradient. `params`: per segment, in the order of the backward.
+    `fixed`: outputs without a gradient. `params`: give those of each segment, in the order of the backward.
     `inputs`: the inputs whose gradients the last segment returns. `added`: per segment, parameters whose
     gradients it adds itself; autograd knows of them, so that the segment runs.
     """
@@ -338,7 +338,7 @@ def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], Non
     last = len(params) - 1
     for number in range(last, -1, -1):
         extra = inputs if number == last else ()
-        before = _apply_segment(call, number, len(added[number]), before, *added[number], *params[number],
+        before = _apply_segment(call, number, len(added[number]), before, *added[number], *params[number](),
                                 *extra)
     return list(_apply_outputs(call, receive, fixed, outputs, before))
 

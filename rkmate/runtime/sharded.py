@@ -61,6 +61,9 @@ GIVEN = "rkmate_given"
 """The keyword under which the rest of a forward gets what sharded modules have returned."""
 AGREED = 3
 """The step before which all ranks compare what they have measured."""
+AGAIN, CLOSE = 2, 1.5
+"""How often a step is measured again where the smallest budget that it shows is above the given one, and at
+most this multiple of it: threads of gloo may have let go of what was exchanged late."""
 KEPT = 64
 """Signatures of the model whose plans are kept."""
 _SURELY = 1.1
@@ -145,6 +148,8 @@ class _Signature:
     """The planned calls of the step that was measured."""
     is_shared: bool = False
     """Whether the budget was shared out."""
+    earlier: Rest | None = None
+    """What earlier measurements have shown, if it was too much."""
 
 
 class Sharded:
@@ -186,7 +191,7 @@ class Sharded:
         self._step: tuple[_Signature, Observed] | None = None
         self._until: RemovableHandle
         """The hook that ends the measurement before an optimizer's step."""
-        self._steps = 0
+        self._steps, self._agreed, self._again = 0, AGREED, AGAIN
         self._returned: list[tuple[nn.Module, list[torch.Tensor], Structure]] = []
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._serving: list[tuple[nn.Module, list[torch.Tensor], Structure]] | None = None
@@ -228,7 +233,7 @@ class Sharded:
         now = self._signatures.setdefault(key, _Signature())
         if len(self._signatures) > KEPT:
             self._forget(next(iter(self._signatures)))
-        self._share_out(now, ranks_that_share(self._model) if self._steps == AGREED else None)
+        self._share_out(now, ranks_that_share(self._model) if self._steps == self._agreed else None)
         now.calls += 1
         if now.calls > 1 and now.rest is None:
             self._observe(now, (args, kwargs))
@@ -459,7 +464,9 @@ class Sharded:
             found = [Rest(*map(int, text.split(",")))
                      for text in ranks.told("" if own is None else ",".join(map(str, own))) if text]
             if now.rest is not None:
-                now.rest = functools.reduce(Rest.together, found, now.rest)
+                now.rest = functools.reduce(Rest.together, found, now.rest).least(now.earlier)
+            else:
+                now.rest = now.earlier              # it could not be measured again
         refused: InfeasibleBudget | None = None
         if now.rest is not None and not now.is_shared:
             try:
@@ -470,9 +477,14 @@ class Sharded:
                 else:
                     refused = error
         if ranks is not None:
-            least = max((int(text) for text in ranks.told(
-                "" if refused is None else str(refused.minimum_bytes)) if text), default=None)
-            if least is not None:
+            limit = 0 if refused is None or now.rest is None else self.planning.budget.of(now.rest.plain)
+            told = [tuple(map(int, text.split(","))) for text in ranks.told(
+                "" if refused is None else f"{refused.minimum_bytes},{limit}") if text]
+            least = max((needed for needed, _ in told), default=None)
+            if told and self._again and all(needed <= CLOSE * given for needed, given in told):
+                self._again, self._agreed = self._again - 1, self._agreed + 1
+                now.rest, now.is_shared, now.earlier = None, False, now.rest
+            elif least is not None:
                 raise refused or InfeasibleBudget(
                     f"{type(self._model).__name__} is sharded, and no plans of its layers on another rank "
                     f"keep to the budget: the smallest that can be met there is about {least:,} bytes", least)

@@ -144,6 +144,10 @@ class Rest(NamedTuple):
         """Return the larger figures of two steps."""
         return Rest(*map(max, self, other))
 
+    def least(self, earlier: Rest | None) -> Rest:
+        """Return the smaller figures of two measurements of one step."""
+        return self if earlier is None else Rest(*map(min, self, earlier))
+
 
 class Observed:
     """A step in which memory is measured from moment to moment."""

@@ -24,6 +24,7 @@ from rkmate.ir.schedule import (
     Free,
     Leave,
     Schedule,
+    Start,
     from_order,
     in_place_donor,
     kernel_of,
@@ -35,8 +36,8 @@ Kind = Literal["kept", "back", "recomputed", "gradients", "buffers", "temporarie
 KINDS: tuple[Kind, ...] = ("kept", "back", "recomputed", "gradients", "buffers", "temporaries", "loss")
 KIND_NAMES: dict[Kind, str] = {
     "kept": "kept activations", "back": "activations copied back", "recomputed": "recomputed activations",
-    "gradients": "gradients", "buffers": "buffers for copies", "temporaries": "temporaries of operations",
-    "loss": "the caller's loss"}
+    "gradients": "gradients", "buffers": "buffers for copies and collectives",
+    "temporaries": "temporaries of operations", "loss": "the caller's loss"}
 _OF_NOBODY: tuple[Kind, ...] = ("buffers", "loss")
 """Kinds whose bytes are no storage's."""
 
@@ -228,6 +229,8 @@ def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Occupancy:
             walk.leave(k, step.d)
         elif isinstance(step, CopyIn):
             walk.copy_in(k, step.d)
+        elif isinstance(step, Start):
+            walk.start(k, step.c)
         else:
             walk.loss(k)
         if walk.moments[-1].total != result.timeline[k]:
@@ -257,6 +260,7 @@ class _Walk:
         self.sent: set[int] = set()
         self.gone: dict[int, int] = {}                  # storage that is away alone -> since which moment
         self.ran: set[int] = set()
+        self.running: set[int] = set()                  # collectives that were started
         self.moments: list[Moment] = []
         self.spans: list[Span] = []
         self.absences: list[tuple[int, int, int]] = []
@@ -281,7 +285,27 @@ class _Walk:
     def _record_at_once(self, extra: Iterable[tuple[Kind, int]] = ()) -> None:
         self._record(self.clocks.now, self.clocks.now, extra=extra)
 
+    def start(self, k: int, c: int) -> None:
+        node = self.graph.computations[c]
+        for j in node.outputs:
+            self._add(k, j, "recomputed" if c in self.ran else "kept")
+        self.level["buffers"] += node.overhead
+        self.running.add(c)
+        self.clocks.start(c, node.seconds)
+        self._record_at_once()
+
+    def wait(self, step: Compute) -> None:
+        node, begin = self.graph.computations[step.c], self.clocks.now
+        self.clocks.exchange(step.c, node.seconds)
+        self._record(begin, self.clocks.now, step, step.c in self.ran)
+        self.level["buffers"] -= node.overhead
+        self.running.discard(step.c)
+        self.ran.add(step.c)
+
     def compute(self, k: int, step: Compute, kernel: Kernel, place: int | None) -> None:
+        if step.c in self.running:
+            self.wait(step)
+            return
         node = self.graph.computations[step.c]
         again = step.c in self.ran
         begin = self.clocks.now
@@ -299,7 +323,10 @@ class _Walk:
                 self._add(k, j, "recomputed" if again else "kept")
         self.ran.add(step.c)
         start = self.clocks.now
-        self.clocks.compute(kernel.time)
+        if node.exchanges:
+            self.clocks.exchange(step.c, kernel.time)
+        else:
+            self.clocks.compute(kernel.time)
         self._record(begin, start, step, again, [("temporaries", twice + kernel.overhead)])
 
     def _end(self, k: int, j: int) -> None:

@@ -162,6 +162,9 @@ class _History:
         self._allocate("buffers", moments[0].bytes[buffers], "buffers", about)
         for k, m in enumerate(moments):
             self.now = m.start
+            if k and m.bytes[buffers] != moments[k - 1].bytes[buffers]:
+                self._free("buffers")
+                self._allocate("buffers", m.bytes[buffers], "buffers", about)
             for j in last.get(k, ()):
                 self._free(j)
             for j, kind in first.get(k, ()):

@@ -85,12 +85,36 @@ def run_and_wait(name: str, tensor: torch.Tensor, *others: Any) -> torch.Tensor:
     """
     before = _users(tensor)
     found: torch.Tensor = functional("wait_tensor")(functional(name)(tensor, *others))
-    if found.device.type == "cpu":
-        own = before if found is tensor else 1
-        end = time.perf_counter() + LONGEST
-        while (_users(found) > own or _users(tensor) > before) and time.perf_counter() < end:
-            time.sleep(0)
+    _let_go(found, before if found is tensor else 1, tensor, before)
     return found
+
+
+def _let_go(found: torch.Tensor, own: int, given: torch.Tensor, before: int) -> None:
+    """Wait until no other thread holds a collective's result and what it was given, which have `own` and
+    `before` references otherwise."""
+    if found.device.type != "cpu":
+        return
+    end = time.perf_counter() + LONGEST
+    while (_users(found) > own or _users(given) > before) and time.perf_counter() < end:
+        time.sleep(0)
+
+
+def start(name: str, tensor: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Start a functional collective. Return its result, which is there after `wait`."""
+    given = tensor.contiguous()
+    before = _users(given)
+    found: Any = functional(name)(given, *others)
+    found.rkmate_given = given, before
+    return found  # type: ignore[no-any-return]
+
+
+def wait(found: Any) -> torch.Tensor:
+    """Wait for the end of what `start` has started, as `run_and_wait` does, and return its result."""
+    given, before = found.rkmate_given
+    del found.rkmate_given
+    functional("wait_tensor")(found)
+    _let_go(found, 1, given, before)
+    return found  # type: ignore[no-any-return]
 
 
 # -- Functions of torch.distributed, while a forward is traced --------------------------------------

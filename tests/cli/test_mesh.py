@@ -64,6 +64,7 @@ def test_sharded(capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < rank["gathered_bytes"] < rank["step_bytes"]
         assert rank["total_bytes"] == PARAMETERS // 2 + rank["step_bytes"]
         assert rank["replicas_seconds"] == 0 < rank["exchange_seconds"] < rank["step_seconds"]
+        assert 0 < rank["hidden_seconds"] < rank["exchange_seconds"]
     assert eight["exchange_seconds"] < replicas["exchange_seconds"]
 
 

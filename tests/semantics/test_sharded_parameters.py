@@ -7,6 +7,7 @@ import copy
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from rkmate import device as devices
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
+from rkmate.show.replay import replay
+from rkmate.torch_seam import collectives
+from rkmate.torch_seam.collectives import functional
 from tests.semantics.ranks import Found
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
@@ -123,7 +127,7 @@ def _budgets(rank: int) -> dict[str, Any]:
         place = devices.of(tokens)
         # Gloo's threads let go of what was exchanged when they come to it: the least of several steps counts.
         peak = min(place.measure_peak(lambda p=planned: p(tokens).backward(), timeline=False).peak
-                   for _ in range(20))
+                   for _ in range(6))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
             planned(tokens).backward()
         counts = Counter(e.name for e in seen.events() if e.name.startswith("_c10d_functional::"))
@@ -183,7 +187,8 @@ def test_parameters_are_gathered_again_within_the_budget(found: Found) -> None:
             assert row["equal"]
             assert row["schedules"][0] == row["schedules"][1] and row["counts"][0] == row["counts"][1]
             assert row["measured"] <= row["budget"]
-            assert abs(row["measured"] - row["planned"]) <= 0.02 * row["planned"]
+            # A started collective's temporary memory is gloo's only while it runs.
+            assert 0.95 * row["planned"] <= row["measured"] <= 1.02 * row["planned"]
             gathers.append(row["counts"][0]["_c10d_functional::all_gather_into_tensor"])
             assert row["counts"][0]["_c10d_functional::reduce_scatter_tensor"] == gathers[0]
         assert gathers[0] <= gathers[1] < gathers[2] <= 2 * gathers[0]
@@ -206,6 +211,24 @@ def one_of_two() -> Iterator[None]:
     """A group of two ranks of which one is there."""
     with rkmate.distributed.fake_mesh(shard=2):
         yield
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_collectives_run_while_something_else_computes(tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = _wrapped(0, _sharded(), 0.6)
+    plan, ran = planned.plan, Counter[str]()
+    monkeypatch.setattr(collectives, "functional", lambda name: ran.update((name,)) or functional(name))
+    planned(_tokens(0)).backward()
+    nodes = [plan.graph.computations[c] for c in plan.schedule.order]
+    kinds = Counter(c.operation.removesuffix("_and_wait") for c in nodes if c.exchanges)
+    assert plan.schedule.starts and ran["wait_tensor"] == sum(kinds.values())
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        assert ran[name] == kinds[name] > 0
+    assert replay(plan).peak == plan.peak_bytes <= plan.budget_bytes
+    plan.save(tmp_path / "plan.json")
+    assert rkmate.Plan.load(tmp_path / "plan.json").schedule == plan.schedule
+    assert rkmate.Plan.load(tmp_path / "plan.json").graph.cd.c == plan.graph.cd.c
 
 
 @pytest.mark.usefixtures("one_of_two")

@@ -58,7 +58,9 @@ COLLECTIVES = {"all_reduce_and_wait", "all_reduce_and_wait_", "all_gather_into_t
     ("reads_host", {"opaque", "opaque_backward", "ctc_loss", "ctc_loss_backward", "written"}),
     ("uses_autograd", {"opaque", "opaque_backward", "recurrent_layer", "product_backward",
                        "cumulative_product_backward", "written"}),
-    ("direct", {"cross_entropy_backward.out", "cudnn_batch_norm", "cudnn_rnn", "cudnn_rnn_backward"}),
+    ("direct", {"cross_entropy_backward.out", "cudnn_batch_norm", "cudnn_rnn", "cudnn_rnn_backward",
+                "exchanged", *(name.replace("_and_wait", "_started") for name in COLLECTIVES
+                  if name != "all_reduce_and_wait_")}),
     ("linear", {"cross_entropy_backward", "cross_entropy_backward.out"}),
     ("rows_like", {"cross_entropy_backward"}),
     ("in_place", {"scale", "cross_entropy_backward", "batch_norm_backward", "add_embedding_rows",

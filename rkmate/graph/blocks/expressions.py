@@ -11,6 +11,7 @@ from torch import fx
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Block
 from rkmate.graph.capture.capture import Source
+from rkmate.graph.ops.collectives import WAITED, started
 from rkmate.graph.passes.node_calls import OwnFunction, argument, operator_of, view_method
 from rkmate.ir.calls import Argument, Call, Defined, Item, Method, NameTable, Operator, letters
 from rkmate.torch_seam.schema import OpOverload, operator_name
@@ -97,6 +98,15 @@ class Expressions:
         """Return the call of another kernel of an operation."""
         other = self.program.alternatives[node][which]
         return self._call(other.target, other.args, {})
+
+    def call_started(self, node: fx.Node) -> Call:
+        """Return the call that starts a collective."""
+        return self._call(started(node.target), node.args, node.kwargs)
+
+    @staticmethod
+    def call_waiting(result: Argument) -> Call:
+        """Return the call that waits for a collective that was started. `result`: of the start."""
+        return Call(operator_of(WAITED), (result,))
 
     def call_in_place(self, node: fx.Node, donor: int) -> Call:
         """Return the call of an operation that writes its result over the D node `donor`."""

@@ -18,6 +18,7 @@ from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.operations import is_random, is_view
+from rkmate.graph.ops.collectives import is_collective
 from rkmate.graph.passes.in_place import InPlace, in_place_ways
 from rkmate.graph.passes.joint import Joint, adds
 from rkmate.graph.passes.kernels import Alternative, alternatives
@@ -179,7 +180,8 @@ class _Builder:
             self.in_place[node] = ways
         self.c.append(CNode(node.name, phase, tuple(i for i in inputs if isinstance(i, int)),
                             tuple(outputs), random=is_random(node), donors=tuple(ways),
-                            decides=node in self.joint.decisions, adds=adds(node)))
+                            decides=node in self.joint.decisions, adds=adds(node),
+                            exchanges=is_collective(node.target)))
         self.operation.append(node)
 
     def finish(self, loss: int) -> Program:

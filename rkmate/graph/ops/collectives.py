@@ -7,6 +7,7 @@ runs them, and their times are estimated from bytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import distributed as dist
 
 from rkmate import device as devices
-from rkmate.torch_seam.collectives import run_and_wait
+from rkmate.torch_seam.collectives import run_and_wait, start, wait
 from rkmate.torch_seam.own import Over, OwnOperator, own_operator, record_of, register
 from rkmate.torch_seam.schema import OpOverload
 from rkmate.torch_seam.trace import process_group
@@ -94,12 +95,23 @@ register(OwnOperator(
 register([OwnOperator(
     "all_reduce_and_wait_(Tensor(a!) input, str op, str group) -> Tensor(a!)", _all_reduce_over,
     temporaries=_temporaries("all_reduce"), communicates=True)])
+register([*(OwnOperator(
+    f"{c.theirs}_started(Tensor input, {c.arguments}, str group) -> Tensor",
+    functools.partial(start, c.theirs), shape=c.shape, direct=True) for c in COLLECTIVES), OwnOperator(
+    "exchanged(Tensor(a!) started) -> Tensor(a!)", wait, direct=True)])
+WAITED = own_operator("exchanged")
+"""Waits for a collective that was started, and returns its result."""
 _KINDS = {own_operator(c.name): c for c in COLLECTIVES}
 
 
 def with_wait(theirs: str) -> OpOverload:
     """Return the operator that runs a functional collective and waits for it."""
     return own_operator(f"{theirs}_and_wait")
+
+
+def started(operation: Any) -> OpOverload:
+    """Return the operator that starts a collective of a planned graph, and does not wait for it."""
+    return own_operator(f"{_KINDS[operation].theirs}_started")
 
 
 def is_collective(operation: Any) -> bool:
