@@ -27,7 +27,7 @@ class PlannerSettings:
     """Memory slots of the chain's dynamic program."""
     save_set_seconds: float = 0.6
     """Seconds that the save-set program may search for a schedule of one budget."""
-    first_seconds: float = 5.0
+    first_seconds: float = 2.0
     """Seconds that the save-set program may search again, for the first budget of a model, if it was cut
     short and the best schedule is more than `wide_gap` above its bound; and for a first budget that the chain
     cannot meet."""

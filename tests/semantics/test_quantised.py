@@ -19,8 +19,8 @@ from tests.semantics.steps import planned, tightest
 class _State:
     """Scales of a quantised weight, one for each row."""
 
-    def __init__(self, scales: torch.Tensor) -> None:
-        self.scales = scales
+    def __init__(self, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        self.scales, self.codes = scales, codes
         self.calls = 0
 
 
@@ -29,13 +29,15 @@ class _Packed(nn.Parameter):
 
     def __new__(cls, weight: torch.Tensor) -> _Packed:
         scales = weight.abs().amax(1, keepdim=True) / 127
-        made: _Packed = torch.Tensor._make_subclass(cls, (weight / scales).round().to(torch.int8), False)
-        made.state = _State(scales)
+        codes = (weight / scales).round().to(torch.int8)
+        made: _Packed = torch.Tensor._make_subclass(cls, codes, False)
+        made.state = _State(scales, codes)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Packed:
-        made: _Packed = torch.Tensor._make_subclass(_Packed, self.data.clone(), False)
-        made.state = copy.deepcopy(self.state, memo)
+        state = copy.deepcopy(self.state, memo)
+        made: _Packed = torch.Tensor._make_subclass(_Packed, state.codes, False)
+        made.state = state
         return made
 
 
@@ -65,6 +67,7 @@ class _Quantised(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.function.apply(x, self.weight, self.weight.state)
+        self.weight.data = self.weight.state.codes      # which it is
         return y
 
 

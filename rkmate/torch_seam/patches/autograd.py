@@ -27,6 +27,7 @@ from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.nodes import annotation, is_backward, phase_tag
+from rkmate.torch_seam.patches.modules import has_this_memory
 from rkmate.torch_seam.schema import python_kernels_replaced, without_python_kernels
 from rkmate.torch_seam.tensors import is_unwrapped, version_of, without_modes
 from rkmate.torch_seam.trace import is_tangent
@@ -332,6 +333,8 @@ class _Guard(TorchFunctionMode):
         if func == _READ_DATA:          # which a trace does not see
             return args[0].detach()
         if func == _WRITE_DATA:
+            if has_this_memory(*args):
+                return None
             raise ClosedOverError("the forward assigns to the .data of a tensor, which a plan cannot repeat: "
                                   "keep what changes in a buffer, and write to it (copy_)")
         given = [t for t in _leaves((*args, *kwargs.values())) if is_unwrapped(t)]

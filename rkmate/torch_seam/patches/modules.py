@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rkmate.errors import CaptureError
 from rkmate.torch_seam.modules import buffers_of, parameters_of
 from rkmate.torch_seam.patches.libraries import is_observer
-from rkmate.torch_seam.tensors import without_torch_function
+from rkmate.torch_seam.tensors import is_unwrapped, without_torch_function
 
 # -- Batch norms with a cumulative average ---------------------------------------------------------
 #
@@ -141,7 +141,7 @@ def frozen_parameters_plain(model: nn.Module) -> Iterator[None]:
                     plain[id(p)] = nn.Parameter(p.detach().as_subclass(torch.Tensor), requires_grad=False)
             stack.callback(parameters_of(module).__setitem__, name, p)
             parameters_of(module)[name] = plain[id(p)]
-        _here.carried = [(m, name, p.__dict__) for m, name, p in found]
+        _here.carried = found
         stack.callback(setattr, _here, "carried", [])
         yield
 
@@ -155,9 +155,18 @@ def _has_attributes(parameter: Any) -> bool:
 @contextmanager
 def attributes_carried() -> Iterator[None]:
     """Give the tensors that replace frozen parameters in a trace the attributes of those parameters."""
-    for module, name, attributes in getattr(_here, "carried", []):
-        parameters_of(module)[name].__dict__.update(attributes)
+    for module, name, p in getattr(_here, "carried", []):
+        parameters_of(module)[name].__dict__.update(p.__dict__)
     yield
+
+
+def has_this_memory(traced: Any, value: Any) -> bool:
+    """Return whether a tensor of a trace replaces a frozen parameter with attributes that is made of the
+    memory of `value` anyway."""
+    return is_unwrapped(value) and any(
+        parameters_of(m).get(name) is traced and value.data_ptr() == p.data_ptr()
+        and (value.dtype, value.shape, value.stride()) == (p.dtype, p.shape, p.stride())
+        for m, name, p in getattr(_here, "carried", []))
 
 
 # -- Modules that a forward moves to where they are ------------------------------------------------
