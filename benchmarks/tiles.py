@@ -2,7 +2,8 @@
 block and to gradients that are added up over single images: ``python benchmarks/tiles.py --models all
 --write``.
 
-Times need a quiet machine: ``--repeats 5``. Without repeats, memory alone is measured.
+Times need a quiet machine: ``--repeats 5``. Without repeats, memory alone is measured. Models of transformers
+and monai are left out where these are not installed.
 """
 
 from __future__ import annotations
@@ -114,6 +115,61 @@ class Llama(nn.Module):
         return found
 
 
+class Dense(nn.Module):
+    """A layer of a densely connected network: an image and what is computed of it, side by side."""
+
+    def __init__(self, width: int, growth: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, 4 * growth, 1, bias=False),
+            nn.BatchNorm2d(4 * growth), nn.ReLU(), nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, self.inner(x)], 1)
+
+
+class Exchange(nn.Module):
+    """A module of a high-resolution network: an image in two sizes, side by side in one value, and what they
+    tell each other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fine, self.coarse = (Bottle([c, c, c], (3, 3), 1) for c in (width, 2 * width))
+        self.up, self.down = nn.Conv2d(2 * width, width, 1), nn.Conv2d(width, 2 * width, 3, 2, 1)
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        fine, coarse = self.fine(both[0]), self.coarse(both[1])
+        up = F.interpolate(self.up(coarse), scale_factor=2, mode="bilinear")
+        return F.relu(fine + up), F.relu(coarse + self.down(fine))
+
+
+class HighResolution(Blocks):
+    """Modules that keep the full size, and classes of pixels."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__([Exchange(width) for _ in range(depth)], F.cross_entropy)
+        self.first, self.second = nn.Conv2d(3, width, 3, 2, 1), nn.Conv2d(width, 2 * width, 3, 2, 1)
+        self.last = nn.Conv2d(width, 4, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        fine: Any = F.relu(self.first(x))
+        both: Any = fine, F.relu(self.second(fine))
+        for block in self.blocks:
+            both = self.run(block, both)
+        return self.loss(F.interpolate(self.last(both[0]), scale_factor=2, mode="bilinear"), y)
+
+
+class Whole(nn.Module):
+    """A model of another library, and the loss of what it makes."""
+
+    def __init__(self, model: nn.Module, made: Callable[[Any], torch.Tensor] = lambda made: made) -> None:
+        super().__init__()
+        self.model, self.made = model, made
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.made(self.model(x)), y)
+
+
 class UNet(Blocks):
     """Convolutions on smaller and smaller images, and back, in two or three dimensions."""
 
@@ -175,6 +231,38 @@ def _resnet(depths: Sequence[int], *, wide: int = 1) -> Blocks:
     return Blocks([*blocks, Classifier(before)], F.cross_entropy)
 
 
+def _densenet(depths: Sequence[int], growth: int) -> Blocks:
+    width = 2 * growth
+    blocks: list[nn.Module] = [nn.Sequential(nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width),
+                                             nn.ReLU(), nn.MaxPool2d(3, 2, 1))]
+    for stage, depth in enumerate(depths):
+        if stage:
+            blocks.append(nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(),
+                                        nn.Conv2d(width, width // 2, 1, bias=False), nn.AvgPool2d(2)))
+            width //= 2
+        blocks += [Dense(width + k * growth, growth) for k in range(depth)]
+        width += depth * growth
+    return Blocks([*blocks, nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(), Classifier(width))],
+                  F.cross_entropy)
+
+
+def _segformer() -> nn.Module:
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    config = SegformerConfig(num_labels=4, classifier_dropout_prob=0.0, drop_path_rate=0.0)
+    return Whole(SegformerForSemanticSegmentation(config),
+                 lambda made: F.interpolate(made.logits, scale_factor=4, mode="bilinear"))
+
+
+def _of_monai(name: str, *args: Any, **options: Any) -> Callable[[], Made]:
+    def make() -> Made:
+        from monai.networks import nets
+
+        volume = _labelled(1, 1, 64, 64, 64, classes=4, dense=True)
+        return Whole(getattr(nets, name)(*args, **options)), volume
+    return make
+
+
 Made = tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]
 MODELS: dict[str, tuple[str, Callable[[], Made]]] = {
     "convolutions": ("three convolutions, 16 x 3 x 32 x 32", lambda: (
@@ -203,6 +291,18 @@ MODELS: dict[str, tuple[str, Callable[[], Made]]] = {
         (torch.randn(1, 8192, 256), torch.randn(1, 8192, 256)))),
     "unet-3d-64": ("3D U-Net with group norms, 1 x 1 x 64^3", lambda: (
         UNet(3, 16, lambda c: nn.GroupNorm(4, c)), _labelled(1, 1, 64, 64, 64, classes=4, dense=True))),
+    "densenet121": ("DenseNet-121, 4 x 3 x 128 x 128", lambda: (
+        _densenet([6, 12, 24, 16], 32), _labelled(4, 3, 128, 128))),
+    "hrnet": ("two sizes of an image side by side (HRNet), 2 x 3 x 256 x 256", lambda: (
+        HighResolution(32, 4), _labelled(2, 3, 256, 256, classes=4, dense=True))),
+    "segformer": ("SegFormer-B0 of transformers, 1 x 3 x 256 x 256", lambda: (
+        _segformer(), _labelled(1, 3, 256, 256, classes=4, dense=True))),
+    "segresnet": ("SegResNet of monai, 1 x 1 x 64^3", _of_monai(
+        "SegResNet", init_filters=8, in_channels=1, out_channels=4)),
+    "dynunet": ("DynUNet of monai, 1 x 1 x 64^3", _of_monai(
+        "DynUNet", 3, 1, 4, [3] * 4, [1, 2, 2, 2], [2] * 3, filters=[16, 32, 64, 128])),
+    "unetr": ("UNETR of monai, 1 x 1 x 64^3", _of_monai(
+        "UNETR", 1, 4, (64, 64, 64), feature_size=16, hidden_size=192, mlp_dim=768, num_heads=6)),
 }
 
 
@@ -228,12 +328,15 @@ class Row:
     """At the smallest budget."""
     time_twice: float | None
     """At twice that budget."""
-    checkpointed: float
-    """Measured peak with each block checkpointed."""
+    checkpointed: float | None
+    """Measured peak with each block checkpointed; None for other libraries' models."""
     checkpointed_time: float | None
     by_images: float | None
     """Measured peak with gradients added up over single images; None where that is not equal."""
     by_images_time: float | None
+
+
+_NOT_TAKEN: tuple[int | None, float | None] = None, None
 
 
 class Bench:
@@ -254,16 +357,16 @@ class Bench:
         peak, time = self._planned(budget)
         error, eager_error = self._errors()
         _, time_twice = self._planned(2 * budget) if self.repeats else (0, None)
-        blocks = copy.deepcopy(self.reference)
-        blocks.checkpointed = True
-        checkpointed, checkpointed_time = self._beside(lambda: blocks(*self.inputs), blocks)
-        images, by_images = self.inputs[0].shape[0], (None, None)
+        blocks, checkpointed, by_images = copy.deepcopy(self.reference), _NOT_TAKEN, _NOT_TAKEN
+        if isinstance(blocks, Blocks):
+            blocks.checkpointed = True
+            checkpointed = self._beside(lambda: blocks(*self.inputs), blocks)
+        images = self.inputs[0].shape[0]
         if images > 1 and not any(isinstance(m, nn.BatchNorm2d) for m in blocks.modules()):
             by_images = self._beside(_OneByOne(self.reference, self.inputs), self.reference)
-        share = [None if p is None else p / self.eager for p in (checkpointed, by_images[0])]
-        assert share[0] is not None
+        share = [None if p is None else p / self.eager for p in (checkpointed[0], by_images[0])]
         return Row(self.name, without / self.eager, budget / self.eager, peak / self.eager, error,
-                   eager_error, time, time_twice, share[0], checkpointed_time, share[1], by_images[1])
+                   eager_error, time, time_twice, share[0], checkpointed[1], share[1], by_images[1])
 
     def _smallest(self, tiles: Any) -> int:
         try:
@@ -324,10 +427,11 @@ def table(rows: Sequence[Row]) -> str:
              "each block checkpointed | image by image | error of gradients (eager's) |",
              "|---|---|---|---|---|---|---|---|"]
     for r in rows:
+        blocks = f"{r.checkpointed:.0%} {_time(r.checkpointed_time)}" if r.checkpointed else "-"
         images = f"{r.by_images:.0%} {_time(r.by_images_time)}" if r.by_images else "not equal, or one image"
         lines.append(
             f"| {MODELS[r.model][0]} | {r.without:.0%} | {r.budget:.1%} | {r.peak:.1%} | {_time(r.time)}, "
-            f"{_time(r.time_twice)} | {r.checkpointed:.0%} {_time(r.checkpointed_time)} | {images} | "
+            f"{_time(r.time_twice)} | {blocks} | {images} | "
             f"{_size(r.error)} ({_size(r.eager_error)}) |")
     return "\n".join(lines)
 
@@ -344,7 +448,12 @@ def main() -> None:
     """Measure models, or write the page."""
     options, asked = options_of(__doc__, MODELS, ROWS, PAGE)
     for name in asked:
-        row = Bench(name, options.repeats).row()
+        try:
+            bench = Bench(name, options.repeats)
+        except ImportError as error:
+            print(f"{MODELS[name][0]}: left out, {error}")
+            continue
+        row = bench.row()
         add_row(row, options.rows)
         print(table([row]), flush=True)
     if options.write:

@@ -253,11 +253,24 @@ def _pixel_shuffle(node: fx.Node, band: Band) -> Piece | None:
     return Piece((need,), write)
 
 
+def _pixel_unshuffle(node: fx.Node, band: Band) -> Piece | None:
+    x: Any = node.args[0]
+    factor: Any = node.args[1]
+    rank = len(shape_of(x))
+    if band.dim == rank - 3:
+        return None
+    by = factor if band.dim > rank - 3 else 1
+    return same(node, [(x, Band(band.dim, band.start * by, band.stop * by))])
+
+
 def _pad(node: fx.Node, band: Band) -> Piece | None:
-    x, pads = arguments(node)[:2]
-    padded = len(shape_of(node)) - len(pads) // 2
+    x, pads, value = arguments(node, (None, None, 0.0))
     k = 2 * (len(shape_of(node)) - 1 - band.dim)
-    return None if band.dim >= padded and (pads[k] or pads[k + 1]) else same(node, [(x, band)])
+    if k >= len(pads) or not (pads[k] or pads[k + 1]):
+        return same(node, [(x, band)])
+    start, stop, before, after = _window(shape_of(x)[band.dim], band, 1, pads[k], 1)
+    now = [*pads[:k], before, after, *pads[k + 2:]]
+    return same(node, [(x, Band(band.dim, start, stop))], args=(x, now, value)) if stop > start else None
 
 
 # -- Rules: norms and attention --------------------------------------------------------------------
@@ -458,7 +471,8 @@ RULES: dict[Any, Rule] = {
     aten.upsample_nearest3d.default: _upsampled(3, reach=0),
     aten.upsample_bilinear2d.default: _upsampled(2, reach=1),
     aten.upsample_trilinear3d.default: _upsampled(3, reach=1),
-    aten.pixel_shuffle.default: _pixel_shuffle,
+    aten.pixel_shuffle.default: _pixel_shuffle, aten.pixel_unshuffle.default: _pixel_unshuffle,
+    aten._prelu_kernel.default: _pointwise, aten.hardswish.default: _pointwise,
     aten.constant_pad_nd.default: _pad,
     aten.native_layer_norm.default: _layer_norm, aten.native_group_norm.default: _group_norm,
     aten._native_batch_norm_legit_no_training.default: _batch_norm,
@@ -479,7 +493,7 @@ RULES: dict[Any, Rule] = {
     aten._softmax.default: _along(1), aten._log_softmax.default: _along(1), aten.cumsum.default: _along(1),
     aten.sum.dim_IntList: _along(1, keeps=False), aten.mean.dim: _along(1, keeps=False),
     aten.amax.default: _along(1, (), keeps=False), aten.amin.default: _along(1, (), keeps=False),
-    aten.logsumexp.default: _along(1, keeps=False),
+    aten.logsumexp.default: _along(1, keeps=False), aten.glu.default: _along(1, -1),
     operator.getitem: _item,
 }
 """Rules of operators; other pointwise operators have the one of all pointwise operators."""

@@ -387,6 +387,8 @@ class _Parting:
             u.target not in _PRODUCTS for u in n.users if u in inside)}
         fixed = 2.0 * sum(map(_bytes, cut)) + sum(map(_bytes, made)) + sum(
             (2 + (n in alone)) * _bytes(n) for n in {_looked_at(n) for n in read - cut})
+        if labels.axis.columns:             # the gradient that theirs is computed from stands, too
+            fixed += sum(_bytes(n) for n in made if n in labels.dims)
         own = _weight(nodes)
         if not made or fixed >= whole or len(nodes) < 2 or any(n not in labels for n in made) \
                 or len(norms) > MOST_NORMS:
@@ -465,13 +467,12 @@ def _views_of_wholes(labels: _Labels, nodes: Sequence[fx.Node]) -> list[fx.Node]
     """Return the views of other values that a stretch alone reads, and reads whole: with them, gradients of
     the values themselves are added up."""
     found: list[fx.Node] = []
-    inside = set(nodes)
-    for view in (n for node in nodes for n, band in labels.needs[node] if band is None):
+    needs = [need for node in nodes for need in labels.needs[node]]
+    cut = {n for n, band in needs if band is not None}
+    for view in (n for n, _ in needs if n not in cut):
         chain: list[fx.Node] = []
-        while view not in inside and is_view(view) and view.target is not operator.getitem and all(
-                is_backward(u) or u in chain or (u in labels.needs and (view, None) in labels.needs[u])
-                for u in view.users) and inside.issuperset(
-                    u for u in view.users if not is_backward(u) and u not in chain):
+        while view not in nodes and is_view(view) and view.target is not operator.getitem and all(
+                is_backward(u) or u in chain or u in nodes for u in view.users):
             chain.append(view)
             view = view.args[0]                                             # type: ignore[assignment]
         found += [n for n in reversed(chain) if n not in found]

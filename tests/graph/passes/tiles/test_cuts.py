@@ -49,6 +49,11 @@ CASES: dict[str, tuple[Made, int]] = {
     "nearest": (_of(lambda x: F.interpolate(x, scale_factor=2.0), IMAGE), 2),
     "bilinear": (_of(lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), IMAGE), 2),
     "pixel shuffle": (_of(lambda x: F.pixel_shuffle(x, 2), IMAGE), 2),
+    "pixel unshuffle": (_of(lambda x: F.pixel_unshuffle(x, 2), IMAGE), 2),
+    "padding": (_of(lambda x: F.pad(x, (1, 0, 1, 2, 0, 1), value=2.0), IMAGE), 2),
+    "cropped": (_of(lambda x: F.pad(x, (0, 0, -2, -1)), IMAGE), 2),
+    "slopes": (_of(lambda x, w: F.prelu(F.hardswish(x), w), IMAGE, (4,)), 2),
+    "gates": (_of(lambda x: F.glu(x, 1), IMAGE), 2),
     "pointwise": (_of(lambda x, y: F.gelu(x) * y + 1, IMAGE, (4, 1, 6)), 2),
     "layer norm": (_of(lambda x, w: F.layer_norm(x, (8,), w), TOKENS, (8,)), 1),
     "group norm": (_of(lambda x, w: F.group_norm(x, 2, w), IMAGE, (4,)), 0),
@@ -130,7 +135,7 @@ def test_tiles_compute_what_the_whole_does(name: str, parts: int) -> None:
 
 @pytest.mark.parametrize(("function", "shape", "dim"), [
     (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=True), IMAGE, 2),
-    (lambda x: F.pad(x, (0, 0, 1, 1)), IMAGE, 2),
+    (lambda x: F.pad(x, (0, 0, 1, 1), mode="replicate"), IMAGE, 2),
     (lambda x: x.softmax(1), TOKENS, 1),
     (lambda x: F.group_norm(x.half(), 2), IMAGE, 2),
     (lambda x: F.dropout(x, 0.5), IMAGE, 0)],

@@ -125,6 +125,24 @@ def test_heads_of_an_attention_run_in_tiles_next_to_a_head() -> None:
     assert measure_peak(lambda: wrapped(x).backward()).peak < 0.75 * before
 
 
+class Volumes(nn.Module):
+    """Classes of the points of a volume, and their loss, which looks at a volume as a row of points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(1, 8, 3, padding=1), nn.Conv3d(8, 4, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.last(F.relu(self.first(x))), y)
+
+
+def test_a_loss_runs_in_tiles_that_reads_a_view_in_parts_and_whole() -> None:
+    given = torch.randn(1, 1, 16, 16, 16), torch.randint(0, 4, (1, 16, 16, 16))
+    plan = rkmate.plan(Volumes(), given, budget=1.0, settings=Settings(costs="analytic", tiles="always"),
+                       progress=False)
+    assert plan.variant == "tiles" and "first.weight" in plan.note and "last.bias" in plan.note
+
+
 def test_a_batch_norm_ends_a_stretch() -> None:
     model, x = Net(norm=True), torch.randn(8, 3, 16, 16)
     plan = rkmate.plan(model, (x,), budget=1.0, settings=Settings(costs="analytic", tiles="always"),
