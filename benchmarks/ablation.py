@@ -142,7 +142,7 @@ FEATURES: dict[str, Feature] = {
               "memory without recomputation, and their smallest budget is 23% smaller"),
     "larger tiles": Feature(
         "the search runs again where larger tiles would be faster, to make room for them",
-        _without("pipeline.search.with_larger_tiles", lambda plan, *how: plan)),
+        _without("pipeline.attempts.with_larger_tiles", lambda plan, *how: plan)),
     "the chain": Feature("strategy of the default planner: the chain's dynamic program",
                          _without_strategy("rk-rotor")),
     "save-set": Feature("strategy of the default planner: the integer program on the whole graph",

@@ -114,11 +114,11 @@ STAGES = (
     ("measuring", "rkmate.pipeline.prepare.measured_costs"),
     ("costs", "rkmate.pipeline.prepare.with_operation_costs"),
     ("options", "rkmate.pipeline.solve.options_of"),
-    ("chain", "rkmate.pipeline.search.solve_more"),
+    ("chain", "rkmate.pipeline.attempts.solve_more"),
     ("search", "rkmate.pipeline.attempts.ask"),
     ("finishing", "rkmate.planners.default.finish"),
     ("plan", "rkmate.pipeline.attempts.plan_of"),
-    ("larger tiles", "rkmate.pipeline.search.with_larger_tiles"),
+    ("larger tiles", "rkmate.pipeline.attempts.with_larger_tiles"),
     ("on disk", "rkmate.pipeline.search.recall"),
     ("text", "rkmate.runtime.plan_cache.emit"),
 )

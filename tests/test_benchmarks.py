@@ -374,10 +374,10 @@ def test_every_switch_turns_something_off(on_the_path: None) -> None:
     def state() -> list[Any]:
         entries = default.table(PlannerSettings(), SaveSet())
         return [table.REWRITES, variants.VARIANTS, [e.origin for e in entries], prepare.reordered,
-                search.with_larger_tiles, search.find_planner, default.finish]
+                attempts.with_larger_tiles, search.find_planner, default.finish]
 
     before = state()
-    assert search.with_larger_tiles is attempts.with_larger_tiles and default.finish is finish.finish
+    assert default.finish is finish.finish
     for name, how in ablation.FEATURES.items():
         with how.off():
             assert (state() != before) is not bool(how.without), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,13 +17,24 @@ from rkmate.ir.plan import Run
 from rkmate.ir.schedule import unmet_wishes
 from rkmate.offload import target as offload
 from rkmate.pipeline.prepare import Blocked, Prepared, compiled_by, fused_in, with_operation_costs
-from rkmate.pipeline.refuse import bytes_of_any, lean_schedule, note_of, seconds_of_any
-from rkmate.pipeline.solve import Solved, runs_of, runs_of_operations, summarise
+from rkmate.pipeline.refuse import (
+    Refused,
+    bytes_of_any,
+    lean_schedule,
+    note_of,
+    refused_at_once,
+    seconds_of_any,
+)
+from rkmate.pipeline.solve import Solved, runs_of, runs_of_operations, solve_lean, solve_more, summarise
+from rkmate.pipeline.variants import first
+from rkmate.planners.default import Auto, Default
+from rkmate.planners.offload_search import whole_at_once
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, ask, found_in
 from rkmate.planners.several_calls import ask_for_calls
 from rkmate.show.amounts import size
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import gc_pause
+from rkmate.support.warn import warn
 from rkmate.torch_seam.nodes import VALUE
 
 # -- Attempts --------------------------------------------------------------------------------------
@@ -171,6 +183,15 @@ def _note_of_deferred(blocked: Blocked) -> str:
             f"takes {size(bytes_of_deferred(blocked))} on top of the plan")
 
 
+def warn_of(prepared: Prepared, reason: tuple[str, str]) -> None:
+    """Say which variant was taken, where it is not the settings' first. `reason`: why, and what the settings
+    that forbid it lead to."""
+    blocked = prepared.blocked
+    always = first(blocked.traced.settings).rows
+    if any(row.trades and not row.asked_for and row not in always for row in blocked.variant.rows):
+        warn(blocked.variant.warning(*reason, blocked.concerned))
+
+
 # -- Larger tiles ----------------------------------------------------------------------------------
 #
 # Plans that make room for larger tiles.
@@ -266,3 +287,143 @@ def _from(node: CNode, level: int) -> Cost:
     own, *others = node.alternatives[levels[min(level, len(levels)) - 1]:]
     return Cost(own.time, own.overhead, tuple(others))
 
+
+# -- Searches --------------------------------------------------------------------------------------
+#
+# The fastest plan of one variant for one budget: the whole step where that fits, else with the options of
+# blocks that need no solver, and with all of them only where these may be faster.
+
+
+NEAR = 5e-3
+"""A schedule that takes no more than this part of its time above the bound is taken before the options of
+blocks are solved: they could gain no more than that."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan of one variant, and how it was found."""
+
+    planned: Planned
+    few: Solved | None = None
+    """The options of blocks that it was found with, if these are only those that need no solver: another
+    search, with more of them, may find a faster plan."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    def may_take(self, seconds: float) -> bool:
+        """Return whether another search may find a plan that takes clearly less than so many seconds."""
+        bound = self.plan.bound_seconds
+        return self.few is not None and (bound is None or bound < (1 - NEAR) * min(
+            seconds, self.plan.step_seconds))
+
+
+def fastest_plan(prepared: Prepared, method: Planner, limit: int) -> Found | Refused:
+    """Return a plan of one variant for one budget alone."""
+    found = _whole_or_searched(prepared, method, limit)
+    return found if isinstance(found, Refused) else in_larger_tiles(found, method, limit)
+
+
+def in_larger_tiles(found: Found, method: Planner, limit: int) -> Found:
+    """Return a plan in larger tiles where that is faster; otherwise the plan as it is."""
+    planned = found.planned
+    plan = LargerTiles(planned.prepared, method).of(planned.plan, limit)
+    return replace(found, planned=replace(planned, plan=plan))
+
+
+class LargerTiles:
+    """Plans of one variant in larger tiles. What is prepared and solved for one budget serves the others."""
+
+    def __init__(self, prepared: Prepared, method: Planner) -> None:
+        self.prepared = prepared
+        # What else "auto" asks may take all of its time again.
+        self.method = method.default if isinstance(method, Auto) else method
+        self.leaner_left_out = functools.cache(functools.partial(leaner_left_out, prepared))
+        self.lean, self.more = functools.cache(solve_lean), functools.cache(solve_more)
+
+    def of(self, plan: Plan, limit: int) -> Plan:
+        """Return a plan within `limit` bytes that is faster by its kernels, or the plan as it is."""
+        def search(larger: Prepared, seconds: float | None) -> Planned | None:
+            until = None if seconds is None else time.perf_counter() + seconds
+            found = _whole_or_searched(larger, self.method, limit, seconds, self.lean, self.more)
+            if isinstance(found, Refused):
+                return None
+            if found.may_take(plan.step_seconds):
+                left = None if until is None else max(0.0, until - time.perf_counter())
+                found = with_more_options(found, self.method, limit, left, self.more)
+            return found.planned
+
+        if not isinstance(self.method, Composed):
+            return plan
+        return with_larger_tiles(plan, self.prepared, limit, self.leaner_left_out, search)
+
+
+def _whole_or_searched(prepared: Prepared, method: Planner, limit: int, time_limit: float | None = None,
+                       lean: Callable[[Prepared], Solved] | None = None,
+                       more: Callable[[Solved], Solved] | None = None) -> Found | Refused:
+    """Plan with the smallest-memory kernel of each computation. If a composed planner's budget holds the
+    whole step, or is clearly too small, no integer program is solved. The default planner is asked with the
+    options of blocks that need no solver, first. `time_limit`: seconds; what the settings leave by default.
+    `lean`, `more`: make options."""
+    whole = fits(prepared, method, limit)
+    at_once = None if whole else refused_at_once(prepared, method, limit)
+    if at_once is not None:
+        return at_once
+    seconds = prepared.blocked.traced.seconds_left if time_limit is None else time_limit
+    if whole:
+        attempt = attempted(prepared, None, method, limit, time_limit=seconds)
+        assert attempt.plan is not None
+        return Found(Planned(attempt.plan, prepared, said=attempt.note))
+    sent = sent_whole(prepared, method, limit, seconds)
+    if sent is not None:
+        return Found(Planned(plan_of(prepared, None, method.name, limit, sent), prepared, said=sent.note))
+    begin, few = time.perf_counter(), (lean or solve_lean)(prepared)
+    # The default planner is asked twice, except for copies: these take a search of their own.
+    if isinstance(method, Default) and prepared.settings.calls == 1 and prepared.graph.link is None:
+        attempt = attempted(prepared, few, method, limit, time_limit=seconds, known=())
+        if attempt.plan is not None:
+            return Found(Planned(attempt.plan, prepared, _orders(few), attempt.note), few)
+    solved = (more or solve_more)(few)
+    left = None if seconds is None else max(0.0, seconds - (time.perf_counter() - begin))
+    attempt = attempted(prepared, solved, method, limit, time_limit=left)
+    if attempt.plan is None:
+        return Refused(prepared, limit, solved, attempt.status == "timeout", attempt.note)
+    return Found(Planned(attempt.plan, prepared, _orders(solved), attempt.note))
+
+
+def with_more_options(found: Found, method: Planner, limit: int, time_limit: float | None = None,
+                       more: Callable[[Solved], Solved] | None = None) -> Found:
+    """Return what a planner finds with all options of blocks, or what was found before where that is
+    faster."""
+    assert found.few is not None
+    before, prepared = found.plan, found.planned.prepared
+    begin, solved = time.perf_counter(), (more or solve_more)(found.few)
+    left = None if time_limit is None else max(0.0, time_limit - (time.perf_counter() - begin))
+    middle = time.perf_counter()
+    attempt = attempted(prepared, solved, method, limit, time_limit=left)
+    spent = {**before.stage_seconds, **{stage: solved.stage_seconds[stage] for stage in ("options", "chain")},
+             "search": before.stage_seconds["search"] + time.perf_counter() - middle}
+    if attempt.plan is None or attempt.plan.step_seconds >= before.step_seconds:
+        return Found(replace(found.planned, plan=replace(before, stage_seconds=spent)))
+    plan = replace(attempt.plan, first_seconds=before.first_seconds or before.step_seconds,
+                   stage_seconds=spent)
+    return Found(Planned(plan, prepared, _orders(solved), attempt.note))
+
+
+def _orders(solved: Solved) -> Orders:
+    by_class = dict(zip(solved.prepared.blocked.classes, solved.options, strict=True))
+    return tuple(tuple(option.backward for option in by_class[k]) for k in range(len(by_class)))
+
+
+def sent_whole(prepared: Prepared, method: Planner, limit: int,
+               time_limit: float | None) -> Outcome | None:
+    """Return the outcome of a planner that sends data away, if everything that does not fit can be copied
+    away without a wait. None otherwise: options have to be solved. `time_limit`: seconds, out of those
+    allowed for the search for copies."""
+    if prepared.graph.link is None or prepared.settings.calls != 1 or not isinstance(method, Composed) \
+            or prepared.graph.forgotten:
+        return None
+    return whole_at_once(prepared.graph, prepared.whole, limit, prepared.settings.of_planner,
+                         pinned=prepared.pinned, reserve_at_loss=prepared.reserve_at_loss,
+                         time_limit=time_limit)

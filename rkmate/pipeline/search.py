@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from rkmate import device as devices
@@ -20,13 +19,16 @@ from rkmate.measure.runs import as_in_a_step, median, touched_bytes
 from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline.attempts import (
     Attempt,
-    Orders,
+    Found,
+    LargerTiles,
     Planned,
     attempted,
+    fastest_plan,
     fits,
-    leaner_left_out,
+    in_larger_tiles,
     plan_of,
-    with_larger_tiles,
+    warn_of,
+    with_more_options,
 )
 from rkmate.pipeline.following import place_of, recall, remember
 from rkmate.pipeline.prepare import (
@@ -52,23 +54,19 @@ from rkmate.pipeline.refuse import (
     tell,
 )
 from rkmate.pipeline.reserved import device_room, largest_that_fits
-from rkmate.pipeline.solve import Solved, solve, solve_lean, solve_more
+from rkmate.pipeline.solve import Solved, solve
 from rkmate.pipeline.variants import (
     CHANNELS_LAST,
     FASTER_BY,
     TILES,
     Variant,
-    first,
     is_faster,
     may_be_faster,
     others,
 )
-from rkmate.planners.default import Auto, Default
-from rkmate.planners.offload_search import whole_at_once
-from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, best
+from rkmate.planners.protocol import Candidate, Composed, Planner, best
 from rkmate.planners.registry import planner as find_planner
 from rkmate.show.plan import Plan
-from rkmate.support.warn import warn
 
 # -- Plans and curves ------------------------------------------------------------------------------
 #
@@ -83,9 +81,6 @@ DEFAULT = "rockmate"
 """The planner that is taken unless a caller names one."""
 CURVE = 10
 """Budgets of a curve, unless the caller names them."""
-NEAR = 5e-3
-"""A schedule that takes no more than this part of its time above the bound is taken before the options of
-blocks are solved: they could gain no more than that."""
 
 
 def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
@@ -138,13 +133,13 @@ def _compared(prepared: Prepared, limit: int, planner: str,
     if known is not None:
         warn_of(known[0].prepared, known[1])
         return known[0]
-    taken: _Found | None = None
-    before: _Found | None = None
+    taken: Found | None = None
+    before: Found | None = None
     refused: list[Refused] = []
     late: list[str] = []
     spent = {blocked.variant: sum(prepared.stage_seconds.values()) - traced.seconds}
     variants = (blocked.variant, *others(traced.settings, blocked.concerned))
-    quick: list[_Found] = []
+    quick: list[Found] = []
     for number, variant in enumerate(variants):
         start, here = time.perf_counter(), prepared
         traced.progress.part = f" (graph {number + 1} of at most {len(variants)})" if number else ""
@@ -164,7 +159,7 @@ def _compared(prepared: Prepared, limit: int, planner: str,
                 continue
             here = prepare(traced, blocked=cut, limit=lambda blocked: limit)
         if taken is None or _is_worth_solving(taken.plan, here, method, limit):
-            found = _fastest(here, method, limit)
+            found = fastest_plan(here, method, limit)
             if isinstance(found, Refused):
                 refused.append(found)
             else:
@@ -193,31 +188,11 @@ def _compared(prepared: Prepared, limit: int, planner: str,
     return planned
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A plan of one variant, and how it was found."""
-
-    planned: Planned
-    few: Solved | None = None
-    """The options of blocks that it was found with, if these are only those that need no solver: another
-    search, with more of them, may find a faster plan."""
-
-    @property
-    def plan(self) -> Plan:
-        return self.planned.plan
-
-    def may_take(self, seconds: float) -> bool:
-        """Return whether another search may find a plan that takes clearly less than so many seconds."""
-        bound = self.plan.bound_seconds
-        return self.few is not None and (bound is None or bound < (1 - NEAR) * min(
-            seconds, self.plan.step_seconds))
-
-
-def _searched_longer(quick: Sequence[_Found], taken: _Found, before: _Found | None, method: Planner,
-                     limit: int, spent: dict[Variant, float]) -> tuple[_Found, _Found | None]:
-    """Search again, with all options of blocks, where that may change which plan is taken, or make it faster
-    by more than `NEAR`. Returns the plan to take and that of the first variant. `quick`: the plans of all
-    variants; `spent`: each variant's seconds, counted on."""
+def _searched_longer(quick: Sequence[Found], taken: Found, before: Found | None, method: Planner,
+                     limit: int, spent: dict[Variant, float]) -> tuple[Found, Found | None]:
+    """Search again, with all options of blocks, where that may change which plan is taken, or make it clearly
+    faster (`Found.may_take`). Returns the plan to take and that of the first variant. `quick`: the plans of
+    all variants; `spent`: each variant's seconds, counted on."""
     traced = taken.planned.prepared.blocked.traced
     for found in sorted(quick, key=lambda f: f.plan.step_seconds):
         variant = found.planned.prepared.blocked.variant
@@ -226,7 +201,7 @@ def _searched_longer(quick: Sequence[_Found], taken: _Found, before: _Found | No
         if traced.is_late or not found.may_take(margin):
             continue
         start = time.perf_counter()
-        longer = _in_larger_tiles(_with_more_options(found, method, limit), method, limit)
+        longer = in_larger_tiles(with_more_options(found, method, limit), method, limit)
         spent[variant] += time.perf_counter() - start
         before = longer if found is before else before
         if found is taken:
@@ -375,7 +350,7 @@ def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: S
             refused[limit] = Refused(prepared, limit, solved, attempt.status == "timeout", attempt.note)
         if not fits(prepared, method, limit):
             known = [*(known or ()), *attempt.found]
-    tiles = _LargerTiles(prepared, method)
+    tiles = LargerTiles(prepared, method)
     plans = {limit: tiles.of(a.plan, limit) for limit, a in attempts.items() if a.plan is not None}
     for limit, plan in plans.items():
         if solved is not None and isinstance(method, Composed):
@@ -395,113 +370,8 @@ def _curve(prepared: Prepared, solved: Solved | None, method: Planner, limits: S
     return plans, refused
 
 
-def _fastest(prepared: Prepared, method: Planner, limit: int) -> _Found | Refused:
-    """Return a plan of one variant for one budget alone."""
-    found = _whole_or_searched(prepared, method, limit)
-    return found if isinstance(found, Refused) else _in_larger_tiles(found, method, limit)
-
-
-def _in_larger_tiles(found: _Found, method: Planner, limit: int) -> _Found:
-    planned = found.planned
-    plan = _LargerTiles(planned.prepared, method).of(planned.plan, limit)
-    return replace(found, planned=replace(planned, plan=plan))
-
-
-class _LargerTiles:
-    """Plans of one variant in larger tiles. What is prepared and solved for one budget serves the others."""
-
-    def __init__(self, prepared: Prepared, method: Planner) -> None:
-        self.prepared = prepared
-        # What else "auto" asks may take all of its time again.
-        self.method = method.default if isinstance(method, Auto) else method
-        self.leaner_left_out = functools.cache(functools.partial(leaner_left_out, prepared))
-        self.lean, self.more = functools.cache(solve_lean), functools.cache(solve_more)
-
-    def of(self, plan: Plan, limit: int) -> Plan:
-        """Return a plan within `limit` bytes that is faster by its kernels, or the plan as it is."""
-        def search(larger: Prepared, seconds: float | None) -> Planned | None:
-            until = None if seconds is None else time.perf_counter() + seconds
-            found = _whole_or_searched(larger, self.method, limit, seconds, self.lean, self.more)
-            if isinstance(found, Refused):
-                return None
-            if found.may_take(plan.step_seconds):
-                left = None if until is None else max(0.0, until - time.perf_counter())
-                found = _with_more_options(found, self.method, limit, left, self.more)
-            return found.planned
-
-        if not isinstance(self.method, Composed):
-            return plan
-        return with_larger_tiles(plan, self.prepared, limit, self.leaner_left_out, search)
-
-
-def _whole_or_searched(prepared: Prepared, method: Planner, limit: int, time_limit: float | None = None,
-                       lean: Callable[[Prepared], Solved] | None = None,
-                       more: Callable[[Solved], Solved] | None = None) -> _Found | Refused:
-    """Plan with the smallest-memory kernel of each computation. If a composed planner's budget holds the
-    whole step, or is clearly too small, no integer program is solved. The default planner is asked with the
-    options of blocks that need no solver, first. `time_limit`: seconds; what the settings leave by default.
-    `lean`, `more`: make options."""
-    whole = fits(prepared, method, limit)
-    at_once = None if whole else refused_at_once(prepared, method, limit)
-    if at_once is not None:
-        return at_once
-    seconds = prepared.blocked.traced.seconds_left if time_limit is None else time_limit
-    if whole:
-        attempt = attempted(prepared, None, method, limit, time_limit=seconds)
-        assert attempt.plan is not None
-        return _Found(Planned(attempt.plan, prepared, said=attempt.note))
-    sent = sent_whole(prepared, method, limit, seconds)
-    if sent is not None:
-        return _Found(Planned(plan_of(prepared, None, method.name, limit, sent), prepared, said=sent.note))
-    begin, few = time.perf_counter(), (lean or solve_lean)(prepared)
-    # The default planner is asked twice, except for copies: these take a search of their own.
-    if isinstance(method, Default) and prepared.settings.calls == 1 and prepared.graph.link is None:
-        attempt = attempted(prepared, few, method, limit, time_limit=seconds, known=())
-        if attempt.plan is not None:
-            return _Found(Planned(attempt.plan, prepared, _orders(few), attempt.note), few)
-    solved = (more or solve_more)(few)
-    left = None if seconds is None else max(0.0, seconds - (time.perf_counter() - begin))
-    attempt = attempted(prepared, solved, method, limit, time_limit=left)
-    if attempt.plan is None:
-        return Refused(prepared, limit, solved, attempt.status == "timeout", attempt.note)
-    return _Found(Planned(attempt.plan, prepared, _orders(solved), attempt.note))
-
-
-def _with_more_options(found: _Found, method: Planner, limit: int, time_limit: float | None = None,
-                       more: Callable[[Solved], Solved] | None = None) -> _Found:
-    """Return what a planner finds with all options of blocks, or what was found before where that is
-    faster."""
-    assert found.few is not None
-    before, prepared = found.plan, found.planned.prepared
-    begin, solved = time.perf_counter(), (more or solve_more)(found.few)
-    left = None if time_limit is None else max(0.0, time_limit - (time.perf_counter() - begin))
-    middle = time.perf_counter()
-    attempt = attempted(prepared, solved, method, limit, time_limit=left)
-    spent = {**before.stage_seconds, **{stage: solved.stage_seconds[stage] for stage in ("options", "chain")},
-             "search": before.stage_seconds["search"] + time.perf_counter() - middle}
-    if attempt.plan is None or attempt.plan.step_seconds >= before.step_seconds:
-        return _Found(replace(found.planned, plan=replace(before, stage_seconds=spent)))
-    plan = replace(attempt.plan, first_seconds=before.first_seconds or before.step_seconds,
-                   stage_seconds=spent)
-    return _Found(Planned(plan, prepared, _orders(solved), attempt.note))
-
-
-def _orders(solved: Solved) -> Orders:
-    by_class = dict(zip(solved.prepared.blocked.classes, solved.options, strict=True))
-    return tuple(tuple(option.backward for option in by_class[k]) for k in range(len(by_class)))
-
-
 def _all_fit(prepared: Prepared, method: Planner, limits: Sequence[int]) -> bool:
     return all(fits(prepared, method, limit) for limit in limits)
-
-
-def warn_of(prepared: Prepared, reason: tuple[str, str]) -> None:
-    """Say which variant was taken, where it is not the settings' first. `reason`: why, and what the settings
-    that forbid it lead to."""
-    blocked = prepared.blocked
-    always = first(blocked.traced.settings).rows
-    if any(row.trades and not row.asked_for and row not in always for row in blocked.variant.rows):
-        warn(blocked.variant.warning(*reason, blocked.concerned))
 
 
 # -- Variants that are measured in turns -----------------------------------------------------------
@@ -588,22 +458,3 @@ def _median(runs: Sequence[Cost]) -> Cost:
     kernels = [(median(k.time for k in same), max(k.overhead for k in same)) for same in zip(
         *((Kernel(run.time, run.overhead), *run.alternatives) for run in runs), strict=True)]
     return Cost(*kernels[0], tuple(Kernel(*k) for k in kernels[1:]))
-
-
-# -- Whole steps that send data away ---------------------------------------------------------------
-#
-# The whole step with copies, where nothing is faster: known before the options of blocks are solved.
-
-
-def sent_whole(prepared: Prepared, method: Planner, limit: int,
-               time_limit: float | None) -> Outcome | None:
-    """Return the outcome of a planner that sends data away, if everything that does not fit can be copied
-    away without a wait. None otherwise: options have to be solved. `time_limit`: seconds, out of those
-    allowed for the search for copies."""
-    if prepared.graph.link is None or prepared.settings.calls != 1 or not isinstance(method, Composed) \
-            or prepared.graph.forgotten:
-        return None
-    return whole_at_once(prepared.graph, prepared.whole, limit, prepared.settings.of_planner,
-                         pinned=prepared.pinned, reserve_at_loss=prepared.reserve_at_loss,
-                         time_limit=time_limit)
-

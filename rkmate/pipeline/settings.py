@@ -120,8 +120,8 @@ class Settings:
     backward recomputes the first product, and the last bits of the gradients of the MLP's weights differ."""
     tiles: When = field(default_factory=lambda: WHEN_TILED.now())
     """When to run stretches of operations in tiles: images of a batch, bands of an image, blocks of a
-    sequence. ``"auto"``: if nothing else meets the budget; ``"always"``: at every budget. The backward
-    computes each tile again. Last bits of results and gradients differ ([tiles](tiles.md))."""
+    sequence, columns of weights. ``"auto"``: if nothing else meets the budget; ``"always"``: at every budget.
+    The backward computes each tile again. Last bits of results and gradients differ ([tiles](tiles.md))."""
     layouts: Layouts | None = "with_compile"
     """Memory layout of images. ``"keep"`` (or None): the model's own, bit for bit. ``"channels_last"``:
     convolutions, and the operations between them, have their channels last. ``"auto"``: channels last if the

@@ -117,7 +117,8 @@ TILES = Variant(
            "differ, also of what is computed from them",
     setting="tiles",
     takes_longer=True,
-    note="stretches with {names} run in tiles")
+    note="stretches with {names} run in tiles",
+    combines=("chunked-loss",))
 TILED_NORMS = Variant(
     "tiled-norms",
     setting="tiles",

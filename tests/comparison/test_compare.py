@@ -21,7 +21,7 @@ from rkmate.comparison.run import seconds_left
 from rkmate.comparison.table import Row
 from rkmate.errors import ArgumentError, MissingExtra
 from rkmate.pipeline import prepare
-from rkmate.pipeline.search import NEAR
+from rkmate.pipeline.attempts import NEAR
 from rkmate.planners.protocol import Outcome, Planner, Problem, infeasible, judged
 from rkmate.planners.registry import PLANNERS
 from rkmate.show.styles import LOOKS, OTHER, look_of

@@ -12,7 +12,7 @@ import pytest
 
 import rkmate
 from rkmate.budget import Budget
-from rkmate.pipeline import following
+from rkmate.pipeline import attempts, following
 from rkmate.pipeline import search as planning
 from rkmate.pipeline.search import make_plan
 from rkmate.pipeline.variants import named
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def planned(limit: int, when: str = "auto") -> tuple[rkmate.Plan, int]:
     """The plan within a budget, without what its making took, and how many times options were solved."""
-    with mock.patch.object(planning, "solve_lean", side_effect=planning.solve_lean) as solve:
+    with mock.patch.object(attempts, "solve_lean", side_effect=attempts.solve_lean) as solve:
         found = make_plan(traced(when), Budget(bytes=limit), "rockmate")
     assert found.prepared.blocked.variant is named(found.plan.variant)
     return replace(found.plan, stage_seconds={}), solve.call_count

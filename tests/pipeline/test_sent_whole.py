@@ -11,8 +11,7 @@ from torch import nn
 
 import rkmate
 from rkmate.ir.link import Link
-from rkmate.pipeline import prepare
-from rkmate.pipeline import search as planning
+from rkmate.pipeline import attempts, prepare
 from rkmate.show.plan import Plan
 from tests.copying import BUFFERS, LateEngine, use
 from tests.options import options_of
@@ -28,8 +27,8 @@ def planned(folder: Path, **more: Any) -> Plan:
 @pytest.fixture
 def solved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     use(monkeypatch, LateEngine())
-    own, calls = planning.solve_lean, []
-    monkeypatch.setattr(planning, "solve_lean", lambda prepared: calls.append(prepared) or own(prepared))
+    own, calls = attempts.solve_lean, []
+    monkeypatch.setattr(attempts, "solve_lean", lambda prepared: calls.append(prepared) or own(prepared))
     return calls
 
 

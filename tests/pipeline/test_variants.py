@@ -18,8 +18,8 @@ from rkmate.budget import Budget
 from rkmate.device import cpu
 from rkmate.ilp import OptionSettings
 from rkmate.ir.cd import Kernel
+from rkmate.pipeline import attempts, variants
 from rkmate.pipeline import search as planning
-from rkmate.pipeline import variants
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.prepare import Traced, block, prepare, trace
 from rkmate.pipeline.refuse import seconds_of_any
@@ -139,7 +139,7 @@ def test_what_is_slower_by_its_bound_is_not_solved(monkeypatch: pytest.MonkeyPat
     always = make_plan(traced("always"), Budget(bytes=low), "rockmate").plan
     assert seconds_once(here.graph) < seconds_of_any(here, low) <= always.step_seconds
     monkeypatch.setattr(planning, "seconds_of_any", lambda *_: 1.0)
-    monkeypatch.setattr(planning, "solve_lean", lambda p: solved.append(p) or solve(p))
+    monkeypatch.setattr(attempts, "solve_lean", lambda p: solved.append(p) or solve(p))
     plan = make_plan(traced(), Budget(bytes=between), "rockmate").plan
     assert plan.variant == "plain" and len(solved) == 1
 
@@ -196,7 +196,7 @@ def test_a_budget_that_is_clearly_too_small_solves_nothing(monkeypatch: pytest.M
     inputs = torch.randn(512, 64), torch.randint(0, WORDS, (512,))
     here = trace(_Model(2), inputs, {}, deep, Progress(False))
     with monkeypatch.context() as patched:
-        patched.setattr(planning, "solve_lean", lambda _: pytest.fail("options were solved"))
+        patched.setattr(attempts, "solve_lean", lambda _: pytest.fail("options were solved"))
         with pytest.raises(rkmate.InfeasibleBudget) as error:
             make_plan(here, Budget(bytes=1000), "rockmate")
     low = error.value.minimum_bytes

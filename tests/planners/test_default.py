@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 import rkmate
 from rkmate.budget import Budget
 from rkmate.errors import ArgumentError
+from rkmate.pipeline import attempts
 from rkmate.pipeline import search as planning
 from rkmate.pipeline.attempts import attempted
 from rkmate.pipeline.prepare import trace
@@ -245,7 +246,7 @@ def test_ample_budgets_solve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("options were solved")
 
-    monkeypatch.setattr(planning, "solve_lean", never)
+    monkeypatch.setattr(attempts, "solve_lean", never)
     for name in ("rockmate", "auto"):
         assert planning.make_plan(traced, Budget(fraction=1.0), name).plan.overhead == 0
         assert [p.overhead for p in make_curve(traced, [Budget(fraction=1.0)], name)] == [0]

@@ -40,7 +40,7 @@ def test_a_terminal_sees_the_stages_and_how_far_they_are(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr("rkmate.support.progress.DELAY", 0.0)
     monkeypatch.setattr("rkmate.support.progress.tqdm", functools.partial(tqdm, mininterval=0, miniters=1))
-    monkeypatch.setattr("rkmate.pipeline.search.NEAR", -1.0)                    # no plan is near enough
+    monkeypatch.setattr("rkmate.pipeline.attempts.NEAR", -1.0)                    # no plan is near enough
     model, (ids,) = tower(2)
     plan(model, ids, "measured", settings=Settings(options=OptionSettings()))  # takes a while
     text = terminal.getvalue()

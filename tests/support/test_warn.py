@@ -11,6 +11,7 @@ from torch import nn
 
 import rkmate
 from rkmate.device import cpu
+from rkmate.pipeline import attempts
 from rkmate.pipeline import search as planning
 from rkmate.pipeline.prepare import prepare
 from rkmate.pipeline.solve import solve
@@ -91,7 +92,7 @@ def test_names_the_callers_line(warning: str, act: Callable[[], None], tmp_path:
                                 monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "PART_BYTES", 2**13)
     monkeypatch.setattr(planning, "prepare", prepare)       # not through a line of the tests
-    monkeypatch.setattr(planning, "solve_lean", solve)
+    monkeypatch.setattr(attempts, "solve_lean", solve)
     if act is _no_cache:
         (tmp_path / "file").touch()
         monkeypatch.setenv("RKMATE_CACHE_DIR", str(tmp_path / "file" / "folder"))

@@ -67,7 +67,8 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             drop_copies),
     Rewrite("tiles",
             "One layer often sets the smallest budget. If a budget needs it, stretches of operations run a "
-            "few images of a batch, bands of an image or blocks of a sequence at a time; last bits differ.",
+            "few images of a batch, bands of an image, blocks of a sequence or columns of weights at a time; "
+            "last bits differ.",
             tile_stretches),
     Rewrite("channels last",
             "Convolutions, batch norms and poolings may have faster kernels for images with channels last. "

@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from rkmate.graph.passes.tiles.pieces import Band
-from rkmate.graph.passes.tiles.source import Result, new_tensor, statement
+from rkmate.graph.passes.tiles.source import Result, add_product, new_tensor, statement
 from rkmate.graph.passes.tiles.steps import peak_bytes, steps_of
 from rkmate.graph.passes.tiles.tiled import InTiles
 from rkmate.ir.calls import Writer
+from rkmate.torch_seam.nodes import VALUE
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -86,42 +90,96 @@ class Banded(InTiles):
     def tile_bytes(self, inside: Callable[[fx.Node], int]) -> int:
         """Return the most bytes in addition to the results: of one tile, and of sums in another type than
         their result's. `inside`: the temporaries of an operation of a tile."""
-        return max(peak_bytes(graph, (), inside) for graph, _ in self.graphs()) + self.sum_bytes(apart=True)
+        return max(peak_bytes(run.graph, [n for _, n in _products(self, run)], inside) for run in self.runs) \
+            + self.sum_bytes(apart=True)
 
     def __repr__(self) -> str:
         return f"{self.name}({self.about}, {self.parts} tiles)"
 
 
-def runs_of(tiles: Sequence[tuple[fx.Graph, tuple[Band | None, ...], tuple[Band | None, ...]]],
-            makes: Sequence[int], reads: Sequence[int] = ()) -> tuple[TileRun, ...]:
-    """Return tiles (operations, parts of arguments, parts of results), with neighbours that do the same at
-    equal distances as one run. `makes`, `reads`: numbers of results."""
+@dataclass(frozen=True)
+class Tile:
+    """One tile."""
+
+    graph: fx.Graph
+    takes: Sequence[Band | None]
+    """The part of each argument."""
+    gives: Sequence[Band | None]
+    """The part of each result that the graph makes; None: a summand."""
+    makes: Sequence[int]
+    """The numbers of these results."""
+
+
+def runs_of(tiles: Sequence[Tile], reads: Sequence[int] = ()) -> tuple[TileRun, ...]:
+    """Return tiles with neighbours that do the same at equal distances as one run. `reads`: numbers of
+    results."""
     runs: list[list[int]] = []
-    texts = [_text(graph) for graph, _, _ in tiles]
+    texts = [_text(tile.graph) for tile in tiles]
     for k, _ in enumerate(tiles):
         run = runs[-1] if runs else []
-        if run and texts[k] == texts[k - 1] and _follow([tiles[n][1:] for n in [*run, k]]):
+        if run and texts[k] == texts[k - 1] and _follow([tiles[n] for n in [*run, k]]):
             run.append(k)
         else:
             runs.append([k])
-    return tuple(TileRun(tiles[run[0]][0], tuple(tiles[k][1] for k in run), tuple(tiles[k][2] for k in run),
-                         tuple(makes), tuple(reads)) for run in runs)
+    made = []
+    for run in runs:
+        first = tiles[run[0]]
+        graph, order = _in_terms(first)
+        made.append(TileRun(graph, tuple(tuple(tiles[k].takes) for k in run),
+                            tuple(tuple(tiles[k].gives[n] for n in order) for k in run),
+                            tuple(first.makes[n] for n in order), tuple(reads)))
+    return tuple(made)
+
+
+def _in_terms(tile: Tile) -> tuple[fx.Graph, list[int]]:
+    """Return a tile's operations with the terms of each summand as results of their own: each is added where
+    it belongs, and there is no sum of them before. Also returns the number of the result of each term."""
+    graph, order = fx.Graph(), list[int]()
+    terms: list[fx.Node] = []
+    copies: dict[fx.Node, fx.Node] = {}
+    output: Any = tile.graph.output_node().args[0]
+    for k, node in enumerate(output):
+        found = [node] if tile.gives[k] is not None or output.count(node) > 1 else _terms(node)
+        order += [k] * len(found)
+        terms += found
+    for node in tile.graph.nodes:
+        if node.op != "output":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+    graph.output(tuple(copies[n] for n in terms))
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+    return graph, order
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    """Return what is added up to a value that nothing else reads, without the views of products."""
+    if len(node.users) == 1:
+        if node.target is aten.add.Tensor and not node.kwargs and all(
+                isinstance(n, fx.Node) and n.meta[VALUE].shape == node.meta[VALUE].shape for n in node.args) \
+                and node.args[0] is not node.args[1]:
+            return [t for n in node.args for t in _terms(n)]                # type: ignore[arg-type]
+        base: Any = node.args[0] if node.args else None
+        if node.target is aten.reshape.default and base.target is aten.mm.default:
+            return _terms(base)
+    return [node]
 
 
 def _text(graph: fx.Graph) -> str:
     return "\n".join(f"{n.op} {n.name} {n.target} {n.args} {n.kwargs}" for n in graph.nodes)
 
 
-def _follow(tiles: Sequence[tuple[tuple[Band | None, ...], tuple[Band | None, ...]]]) -> bool:
+def _follow(tiles: Sequence[Tile]) -> bool:
     """Return whether the parts of the last tile follow those before at the same distance."""
     *_, before, last = tiles
-    for a, b in zip((*before[0], *before[1]), (*last[0], *last[1]), strict=True):
+    for a, b in zip((*before.takes, *before.gives), (*last.takes, *last.gives), strict=True):
         if (a is None) != (b is None) or (a is not None and b is not None and len(a) != len(b)):
             return False
     if len(tiles) < 3:
         return True
     return all(a is None or b is None or c is None or b.start - a.start == c.start - b.start
-               for a, b, c in zip(*((*t[0], *t[1]) for t in tiles[-3:]), strict=True))
+               for a, b, c in zip(*((*t.takes, *t.gives) for t in tiles[-3:]), strict=True))
 
 
 # -- Source ----------------------------------------------------------------------------------------
@@ -161,16 +219,36 @@ def _body(banded: Banded, run: TileRun, given: Sequence[str], write: Writer) -> 
     known = [n for n in run.graph.nodes if n.op == "placeholder"][len(inputs):]
     body += [f"{node.name} = result_{k}" for node, k in zip(known, run.reads, strict=True) if node.users]
     made = [banded.gives[k] for k in run.makes]
-    parts = [f"result_{k}" if part.is_sum else _part(f"result_{k}", [tile[i] for tile in run.gives])
-             for i, (k, part) in enumerate(zip(run.makes, made, strict=True))]
+    parts = [_sum(k, part, n) if part.is_sum else _part(f"result_{k}", [tile[i] for tile in run.gives])
+             for i, (k, part, n) in enumerate(zip(run.makes, made, output, strict=True))]
     put = ["add_" if part.is_sum or part.overlaps else "copy_" for part in made]
     at_once = [k for k, n in enumerate(output) if n.op == "placeholder"]
     body += [f"{parts[k]}.{put[k]}({output[k].name})" for k in at_once]
+    fused = {n: parts[k] for k, n in _products(banded, run)}
     for step in steps_of(run.graph):
-        body.append(statement(step, write))
-        body += [f"{parts[k]}.{put[k]}({n.name})" for k, n in enumerate(output) if n is step.node]
-        body += [f"del {', '.join(n.name for n in step.ends)}"] if step.ends else []
+        if step.node in fused:
+            body.append(add_product(fused[step.node], step.node, write))
+        else:
+            body.append(statement(step, write))
+            body += [f"{parts[k]}.{put[k]}({n.name})" for k, n in enumerate(output) if n is step.node]
+        ends = [n.name for n in step.ends if n not in fused]
+        body += [f"del {', '.join(ends)}"] if ends else []
     return body
+
+
+def _products(banded: Banded, run: TileRun) -> list[tuple[int, fx.Node]]:
+    """Return the results of a tile that are products, each added to the sum in place."""
+    output: Any = run.graph.output_node().args[0]
+    made = [banded.gives[k] for k in run.makes]
+    return [(k, node) for k, (node, part) in enumerate(zip(output, made, strict=True))
+            if part.is_sum and node.target is aten.mm.default and len(node.users) == 1
+            and node.meta[VALUE].dtype == part.sums_in and output.count(node) == 1]
+
+
+def _sum(k: int, part: Part, node: fx.Node) -> str:
+    """Return a sum in the shape of what is added to it."""
+    shape = list(node.meta[VALUE].shape)
+    return f"result_{k}" if shape == list(part.shape) else f"result_{k}.view({shape})"
 
 
 def _part(name: str, bands: Sequence[Band | None]) -> str:

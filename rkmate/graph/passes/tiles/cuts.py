@@ -556,7 +556,28 @@ def _nll(node: fx.Node, band: Band) -> Piece | None:
     return Piece((of_scores, part, *((whole,) if reduction == _MEAN else ())), write)
 
 
+def _contracted(node: fx.Node, band: Band) -> Piece | None:
+    """Return the product of some columns with as many rows, and a part's share of the bias."""
+    *bias, a, b = arguments(node)
+    if band.dim != 1 or a is b or a in bias or b in bias:
+        return None
+    of_a, of_b = (a, band), (b, Band(0, band.start, band.stop))
+    share = len(band) / shape_of(a)[1]
+
+    def write(tile: Write) -> fx.Node:
+        added = [tile.call(aten.mul.Scalar, tile.get((n, None)), share) for n in bias]
+        return tile.call(node.target, *added, tile.get(of_a), tile.get(of_b), **node.kwargs)
+
+    return Piece((of_a, of_b, *((n, None) for n in bias)), write)
+
+
+def summed(node: fx.Node) -> Any:
+    """Return the operand of a sum that is cut along what is summed up."""
+    return node.args[1 if node.target is aten.addmm.default else 0] if node.args else None
+
+
 SUMS: dict[Any, Rule] = {
+    aten.mm.default: _contracted, aten.addmm.default: _contracted,
     aten.sum.default: _sum, aten.mean.default: _sum, aten.sum.dim_IntList: _sum, aten.mean.dim: _sum,
     aten.mse_loss.default: _loss(2), aten.smooth_l1_loss.default: _loss(2),
     aten.binary_cross_entropy_with_logits.default: _loss(4),

@@ -152,7 +152,8 @@ def _key(node: fx.Node, found: Mapping[fx.Node, fx.Node] | None, *, swapped: boo
     """Return operator and arguments, with the nodes that stand for the operands; None: without operands."""
     target, args = canonical(node.target, node.args)
     args = args[::-1] if swapped else args
-    return target, _plain(args, found), _plain(tuple(sorted(node.kwargs.items())), found)
+    kwargs = sorted((k, v) for k, v in node.kwargs.items() if v is not None)
+    return target, _plain(args, found), _plain(tuple(kwargs), found)
 
 
 def _plain(value: Any, found: Mapping[fx.Node, fx.Node] | None) -> Any:

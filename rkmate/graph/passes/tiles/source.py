@@ -94,7 +94,10 @@ def function(tiled: Tiled, name: str, write: Writer) -> str:
              for node, lead in zip(inputs, tiled.takes, strict=True) if lead]
     for step in steps_of(tiled.graph):
         k = next((k for k in fused if fused[k] is step.node), None)
-        body.append(statement(step, write) if k is None else _add_product(tiled, k, step.node, write))
+        # A product's first tile writes; what stood there is not read.
+        first = "" if k in tiled.into else ", beta=int(at > 0)"
+        body.append(statement(step, write) if k is None else add_product(
+            results[k], step.node, write, first))
         done = [k for k, n in enumerate(output) if n is step.node and k not in fused]
         body += [_collect(results[k], n, tiled.gives[k]) for k in done for n in [output[k]]]
         ends = [n.name for n in step.ends if n not in fused.values()]
@@ -135,10 +138,10 @@ def new_tensor(kind: str, shape: list[int], dtype: torch.dtype, device: torch.de
     return f'torch.{kind}({shape}, dtype={dtype}, device="{write.device(str(device))}")'
 
 
-def _add_product(tiled: Tiled, k: int, node: fx.Node, write: Writer) -> str:
+def add_product(name: str, node: fx.Node, write: Writer, more: str = "") -> str:
+    """Return a product that is added to a result in place, as a line of source."""
     a, b = (n.name for n in node.args)  # type: ignore[union-attr]
-    first = "" if k in tiled.into else ", beta=int(at > 0)"
-    return f"{write.callee(operator_of(aten.addmm.out))}(result_{k}, {a}, {b}{first}, out=result_{k})"
+    return f"{write.callee(operator_of(aten.addmm.out))}({name}, {a}, {b}{more}, out={name})"
 
 
 def _collect(name: str, node: fx.Node, give: Give) -> str:

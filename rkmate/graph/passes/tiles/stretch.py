@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes.tiles.banded import Banded, Part, TileRun, runs_of
-from rkmate.graph.passes.tiles.cuts import piece, summand
+from rkmate.graph.capture.operations import is_view
+from rkmate.graph.passes.tiles.banded import Banded, Part, Tile, TileRun, runs_of
+from rkmate.graph.passes.tiles.cuts import piece, summand, summed
 from rkmate.graph.passes.tiles.matching import canonical
 from rkmate.graph.passes.tiles.norms import counted, finished, norm_of
-from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, shape_of
+from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, same, shape_of
 from rkmate.graph.passes.tiles.tiled import propagate
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import operator_name
@@ -61,7 +62,7 @@ class Stretch:
     dims: dict[fx.Node, int]
     """The dimension along which each operation's result is cut."""
     sums: dict[fx.Node, int]
-    """Sums over the dimension that is cut: that dimension of their first operand."""
+    """Sums over the dimension that is cut: that dimension of the operand that is summed up."""
     ports: dict[fx.Node, Port]
     """By placeholder."""
     origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -172,7 +173,7 @@ def length_of(result: fx.Node, dims: Mapping[fx.Node, int], sums: Mapping[fx.Nod
     """Return how many elements of the dimension that is cut stand behind a result."""
     if result in dims:
         return shape_of(result)[dims[result]]
-    return shape_of(sum_of(result).args[0])[sums[result]]
+    return shape_of(summed(sum_of(result)))[sums[result]]
 
 
 def sum_of(node: fx.Node) -> fx.Node:
@@ -188,8 +189,10 @@ def spread(operations: Sequence[fx.Node], bands: dict[fx.Node, Band], sums: Mapp
     inside = set(operations)
     cover = Cover(dict(bands), set(), {}, {})
     for node in reversed(operations):
-        made = []
-        if node in cover.bands or node in sums:
+        made: list[tuple[dict[fx.Node, Piece], Piece | None]] = []
+        if node in cover.whole and node not in cover.bands and is_view(node):
+            made.append((cover.pieces, same(node, [])))
+        elif node in cover.bands or node in sums:
             made.append((cover.pieces, piece(node, cover.bands[node]) if node in cover.bands
                          else summand(node, sums[node])))
         if node in norms:
@@ -198,7 +201,8 @@ def spread(operations: Sequence[fx.Node], bands: dict[fx.Node, Band], sums: Mapp
             if one is None or not cover.add(one.needs):
                 return None
             pieces[node] = one
-    if cover.whole & inside or any(isinstance(n.meta[VALUE], (tuple, list)) and any(
+    viewed = {n for n in cover.pieces if n in cover.whole and n not in cover.bands}
+    if (cover.whole & inside) - viewed or any(isinstance(n.meta[VALUE], (tuple, list)) and any(
             u in cover.bands and cover.bands[u] != cover.bands[n] for u in n.users)
             for n in inside if n in cover.bands):
         return None
@@ -327,7 +331,7 @@ def forward_of(stretch: Stretch, results: Sequence[fx.Node], name: str, parts: i
     if written is None:
         return None
     kept = list(dict.fromkeys(key for w in written for key, _ in w.inputs) if keys is None else keys)
-    tiles = [(graph, takes, tuple(w.cover.bands.get(r) for r in results))
+    tiles = [Tile(graph, takes, tuple(w.cover.bands.get(r) for r in results), range(len(results)))
              for w, (graph, takes) in zip(written, _forward_tiles(written, kept), strict=True)]
     made = [Part(tuple(v.shape), v.dtype, v.device, stretch.dims.get(r))
             for r in results for v in [r.meta[VALUE]]]
@@ -336,7 +340,7 @@ def forward_of(stretch: Stretch, results: Sequence[fx.Node], name: str, parts: i
         found = forward_of(stretch, results, name, fewer, kept)
         return None if found is None else found[0]
 
-    return Banded(name, stretch.about, parts, runs_of(tiles, range(len(made))), tuple(made), coarser), kept
+    return Banded(name, stretch.about, parts, runs_of(tiles), tuple(made), coarser), kept
 
 
 def _forward_tiles(written: Sequence[_Writing], keys: Sequence[Key],
@@ -380,8 +384,9 @@ def statistics_of(stretch: Stretch, norms: Mapping[fx.Node, int], name: str, par
         sums = [Part(tuple(like.shape), torch.float64, like.device, None)] * 2
         reads = [key for key in own if own[key] < len(made)]
         known = [*kept, *reads]
-        tiles = [(graph, takes[:len(kept)], (None, None)) for graph, takes in _forward_tiles(written, known)]
-        runs += runs_of(tiles, range(len(made), len(made) + 2), [own[key] for key in reads])
+        tiles = [Tile(graph, takes[:len(kept)], (None, None), range(len(made), len(made) + 2))
+                 for graph, takes in _forward_tiles(written, known)]
+        runs += runs_of(tiles, [own[key] for key in reads])
         runs.append(_finish(norm, kept, len(made)))
         made += [*sums, *[Part(tuple(like.shape), like.dtype, like.device, None)] * 2]
 
@@ -432,7 +437,7 @@ def backward_of(stretch: Stretch, entering: Sequence[fx.Node], groups: Sequence[
     known: dict[str, fx.Graph] = {}
     for written, reads in passes:
         reached = sorted({g for w in written for _, g in w.inputs if g is not None})
-        tiles: list[Any] = []
+        tiles: list[Tile] = []
         for w in written:
             if len({g for _, g in w.inputs} - {None}) < len(reached):
                 return None
@@ -448,8 +453,8 @@ def backward_of(stretch: Stretch, entering: Sequence[fx.Node], groups: Sequence[
             parts_given = tuple(w.cover.outside.get(every[g][0].of) for g in reached)
             for g, band in zip(reached, parts_given, strict=True):
                 gives.setdefault(g, []).append(band)
-            tiles.append((known[text], tuple(takes), parts_given))
-        runs += runs_of(tiles, reached, reads)
+            tiles.append(Tile(known[text], tuple(takes), parts_given, reached))
+        runs += runs_of(tiles, reads)
     if len(gives) < len(every) or any(len({b and b.dim for b in bands}) > 1 for bands in gives.values()):
         return None
     made = []

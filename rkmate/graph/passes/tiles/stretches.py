@@ -1,5 +1,6 @@
 """The rewrite that lets stretches of operations run in tiles: images of a batch, bands of an image, blocks of
-a sequence. Where one layer sets the smallest budget, no order of operations needs less; tiles do.
+a sequence, columns of weights. Where one layer sets the smallest budget, no order of operations needs less;
+tiles do.
 
 A stretch ends where elements are mixed, where something is drawn at random, and where a value is needed
 whole: the keys and values of an attention. Of the dimensions that can be cut, the one counts with which the
@@ -24,7 +25,7 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.passes.joint import Joint, readers_of
-from rkmate.graph.passes.tiles.cuts import EVEN, piece, summand
+from rkmate.graph.passes.tiles.cuts import EVEN, piece, summand, summed
 from rkmate.graph.passes.tiles.matching import Matcher
 from rkmate.graph.passes.tiles.norms import moved_on, norm_of
 from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, shape_of, value_of
@@ -42,6 +43,7 @@ from rkmate.graph.passes.tiles.stretch import (
     statistics_of,
     sum_of,
 )
+from rkmate.graph.passes.tiles.wide_products import heads_of
 from rkmate.torch_seam.nodes import VALUE, is_backward, wish_of
 from rkmate.torch_seam.trace import operations_of
 
@@ -67,7 +69,8 @@ A_PART = 0.02
 computed again rather than to have one more."""
 _SMALL_VOLUME = 20480
 """Elements of the first four dimensions up to which torch does not hand a convolution to oneDNN."""
-_HEAVY = (aten.convolution.default, aten.mm.default, aten.addmm.default, aten.bmm.default)
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+_HEAVY = (aten.convolution.default, *_PRODUCTS, aten.bmm.default)
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,13 @@ class Axis:
     """A tile, in words."""
     starts: dict[int, int]
     """Number of dimensions of a value -> the one that is cut where a stretch begins."""
+    columns: bool = False
+    """Whether a stretch begins with products, columns of whose weights are cut."""
 
 
 IMAGES = Axis("images of a batch", dict.fromkeys(range(1, 7), 0))
-AXES = (IMAGES, Axis("blocks of a sequence", {2: 0, 3: 1}), Axis("bands of an image", {4: 2, 5: 2}))
+AXES = (IMAGES, Axis("blocks of a sequence", {2: 0, 3: 1}), Axis("bands of an image", {4: 2, 5: 2}),
+        Axis("columns of weights", {}, columns=True))
 
 
 def tile_stretches(joint: Joint) -> None:
@@ -156,10 +162,11 @@ class _Labels:
             made = piece(node, Band(dim, 0, size)) if size > 1 else None
             if made is not None and (self.passes or not made.mixes):
                 level, hits, cuts = self._joins(made.needs, moving)
-                if hits or (cuts and self._starts(shape, dim)):
+                if hits or (cuts and self._starts(shape, dim)) or (
+                        self.axis.columns and node.target in _PRODUCTS and dim == 1):
                     yield level, -hits, dim, False, made
-        first: Any = node.args[0] if node.args else None
-        if first in self.dims:
+        first = summed(node)
+        if isinstance(first, fx.Node) and first in self.dims:
             dim = self.dims[first]
             made = summand(node, Band(dim, 0, shape_of(first)[dim]))
             if made is not None:
@@ -256,6 +263,8 @@ def _chosen(joint: Joint) -> list[_Plan]:
     late = late_nodes(joint)
     moving = {n for n, s in joint.sources.items() if s.kind == "input"}
     moving |= readers_of(moving)
+    if "chunked-loss" in joint.choices:                         # heads have tiles of their own
+        moving -= heads_of(joint)
     handed = joint.handed()
     best: tuple[float, list[_Plan]] | None = None
     for axis in AXES:
@@ -274,9 +283,12 @@ def _chosen(joint: Joint) -> list[_Plan]:
 
 def _alone(node: fx.Node, moving: Collection[fx.Node]) -> float:
     """Return the bytes that the backward of one operation takes at once: its operands and their gradients,
-    and the gradient of its result; for a convolution, whose kernels work in a layout of their own, twice."""
+    and the gradient of its result; for a convolution, whose kernels work in a layout of their own, twice. A
+    sum needs no operands, and its operands' gradients are the result's."""
     if is_view(node) or node.target is operator.getitem:
         return 0.0
+    if node.target is aten.add.Tensor:
+        return float(_bytes(node))
     found = _bytes(node) + sum((2 if n in moving else 1) * _bytes(n) for n in node.all_input_nodes)
     return found * (2 if node.target is aten.convolution.default else 1) + _columns(node)
 
@@ -291,6 +303,13 @@ def _columns(node: fx.Node, share: float = 1.0) -> float:
     if node.args[6] or node.args[8] != 1 or math.prod(x[:4]) * share > _SMALL_VOLUME:
         return 0.0
     return channels * math.prod(kernel) * _bytes(node) / made * share
+
+
+def _looked_at(node: fx.Node) -> fx.Node:
+    """Return the value that a view is of."""
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _bytes(node: fx.Node) -> int:
@@ -363,16 +382,19 @@ class _Parting:
         cut = {o for node in nodes for o, band in labels.needs[node] if band is not None and o in read}
         made = [n for n in nodes if n in self.handed or any(
             u not in inside and not is_backward(u) and u not in labels.inner for u in n.users)]
-        # Of what is read whole, the sum of the gradients and a tile's own.
+        # Of what is read whole, the sum of the gradients and, unless products are added to it, a tile's own.
+        alone = {_looked_at(n) for n in read - cut if n in self.moving and any(
+            u.target not in _PRODUCTS for u in n.users if u in inside)}
         fixed = 2.0 * sum(map(_bytes, cut)) + sum(map(_bytes, made)) + sum(
-            (3 if n in self.moving else 2) * _bytes(n) for n in read - cut)
+            (2 + (n in alone)) * _bytes(n) for n in {_looked_at(n) for n in read - cut})
         own = _weight(nodes)
         if not made or fixed >= whole or len(nodes) < 2 or any(n not in labels for n in made) \
                 or len(norms) > MOST_NORMS:
             return plain
         best = plain
         most = min(MOST_PARTS, *(length_of(n, labels.dims, labels.sums) for n in [*made, *norms]))
-        for parts in dict.fromkeys([most, *(n for n in (16, 8, 4, 2) if n < most)]):
+        least = min((shape_of(n)[labels.dims[n]] for n in nodes if n in labels.dims), default=most)
+        for parts in sorted({most, *(n for n in (least, 16, 8, 4, 2) if 1 < n < most)}, reverse=True):
             work = self._work(nodes, made, norms, parts)
             now = fixed + own * work / parts + max(_columns(n, work / parts) for n in nodes)
             if work <= MOST_WORK and now < best.bytes:
@@ -414,6 +436,7 @@ def extracted(labels: _Labels, nodes: Sequence[fx.Node], trained: Collection[fx.
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     stretch = Stretch(labels.axis.name, graph, {}, {}, {})
+    nodes = [*_views_of_wholes(labels, nodes), *nodes]
     inside = set(nodes)
     inner = [n for n in labels.inner if n.args[0] in inside and n.args[0] not in labels.mixing]
     items: list[tuple[Any, fx.Node]] = [(n.args[1], n) for n in labels.inner]
@@ -436,6 +459,23 @@ def extracted(labels: _Labels, nodes: Sequence[fx.Node], trained: Collection[fx.
         elif node in labels.sums:
             stretch.sums[copies[node]] = labels.sums[node]
     return stretch
+
+
+def _views_of_wholes(labels: _Labels, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the views of other values that a stretch alone reads, and reads whole: with them, gradients of
+    the values themselves are added up."""
+    found: list[fx.Node] = []
+    inside = set(nodes)
+    for view in (n for node in nodes for n, band in labels.needs[node] if band is None):
+        chain: list[fx.Node] = []
+        while view not in inside and is_view(view) and view.target is not operator.getitem and all(
+                is_backward(u) or u in chain or (u in labels.needs and (view, None) in labels.needs[u])
+                for u in view.users) and inside.issuperset(
+                    u for u in view.users if not is_backward(u) and u not in chain):
+            chain.append(view)
+            view = view.args[0]                                             # type: ignore[assignment]
+        found += [n for n in reversed(chain) if n not in found]
+    return found
 
 
 def _trained(joint: Joint) -> set[fx.Node]:
@@ -478,8 +518,8 @@ def _rewrite(joint: Joint, plan: _Plan) -> list[str] | None:
     if backward is not None:
         _call(joint, *_with(backward, known), [g for _, g in entering], [c for _, c in groups], backward=True)
     put_in_order(joint.graph)
-    return [joint.name(p.of) for p in stretch.ports.values()
-            if p.of in joint.sources and joint.sources[p.of].kind == "param"]
+    of = [_looked_at(p.of) for p in stretch.ports.values()]
+    return [joint.name(n) for n in of if n in joint.sources and joint.sources[n].kind == "param"]
 
 
 def _are_cut(stretch: Stretch) -> bool:

@@ -286,6 +286,12 @@ def tile_heads(joint: Joint) -> None:
     asked.concerned["grouped-loss"] = concerned if "in-place" in asked.choices else ()
 
 
+def heads_of(joint: Joint) -> set[fx.Node]:
+    """Return the operations of the heads that `tile_heads` lets run a few rows at a time."""
+    return {n for seed in seeds_of(joint.graph, _is_seed, lambda seed: _region(joint, seed))
+            for n in grow(seed).forms}
+
+
 def _tiled(joint: Joint, seed: fx.Node) -> bool:
     """Let the head of a product run a few rows at a time. False, and nothing is changed, where it cannot."""
     undo = [by_rows(joint, node) for node in list(grow(seed).forms)

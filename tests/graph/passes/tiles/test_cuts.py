@@ -72,20 +72,32 @@ CASES: dict[str, tuple[Made, int]] = {
 }
 
 
-def _stretch(function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], dim: int) -> Stretch:
+SUMS: dict[str, tuple[Made, int]] = {
+    "contracted": (_of(lambda x, v, b, w: torch.addmm(b, (x.view(12, 8) @ v).relu(), w), TOKENS, (8, 6), (5,),
+                       (6, 5)), 1),
+    "columns of one value": (_of(lambda x, v, w: (x.view(12, 8) @ v) * (x.view(12, 8) @ v.sin()) @ w, TOKENS,
+                                 (8, 6), (6, 5)), 1),
+    "mean": (_of(lambda x: F.gelu(x).mean(), IMAGE), 2),
+}
+"""Cases whose result is a sum over the dimension that is cut."""
+
+
+def _stretch(function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], dim: int, *,
+             summed: bool) -> Stretch:
     mode = FakeTensorMode()
     graph = operations_of(function, [mode.from_tensor(x) for x in inputs])
     ports = {n: Port(n, n, True) for n in graph.nodes if n.op == "placeholder"}
     result: Any = graph.output_node().args[0]
-    return Stretch("parts", graph, {result: dim}, {}, ports, results=[result])
+    dims, sums = ({}, {result: dim}) if summed else ({result: dim}, {})
+    return Stretch("parts", graph, dims, sums, ports, results=[result])
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | SUMS)
 def test_tiles_compute_what_the_whole_does(name: str, parts: int) -> None:
     torch.manual_seed(0)
-    (function, inputs), dim = CASES[name]
-    stretch = _stretch(function, inputs, dim)
+    (function, inputs), dim = (CASES | SUMS)[name]
+    stretch = _stretch(function, inputs, dim, summed=name in SUMS)
     parts = min(parts, stretch.most_parts())
     leaves = [x.clone().requires_grad_() for x in inputs]
     expected = function(*leaves)
@@ -125,5 +137,5 @@ def test_tiles_compute_what_the_whole_does(name: str, parts: int) -> None:
     ids=["aligned corners", "padding", "softmax", "statistics in half precision", "dropout"])
 def test_what_mixes_elements_is_not_cut(function: Callable[..., torch.Tensor], shape: tuple[int, ...],
                                         dim: int) -> None:
-    stretch = _stretch(function, (_x(*shape),), dim)
+    stretch = _stretch(function, (_x(*shape),), dim, summed=False)
     assert forward_of(stretch, stretch.results, "forward", 2) is None
