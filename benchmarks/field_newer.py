@@ -77,6 +77,12 @@ BATCHES.update({
     "naflex": lambda: {
         "input_ids": ids(8), "pixel_values": torch.randn(4, 16, 192), "return_loss": True,
         "pixel_attention_mask": torch.ones(4, 16).int(), "spatial_shapes": torch.tensor([[4, 4]] * 4)},
+    "boxed": lambda: {"pixel_values": torch.randn(2, 3, 64, 64), "labels": [
+        {"class_labels": torch.randint(0, 5, (3,)), "boxes": 0.2 + 0.4 * torch.rand(3, 4)} for _ in "ab"]},
+    "outlined": lambda: {
+        "pixel_values": torch.randn(2, 3, 64, 64),
+        "mask_labels": [torch.randint(0, 2, (3, 64, 64)).float() for _ in "ab"],
+        "class_labels": [torch.randint(0, 5, (3,)) for _ in "ab"]},
     "filmed": lambda: {"pixel_values": torch.randn(2, 4, 3, 32, 32), "labels": torch.randint(0, 2, (2,))},
 })
 NEWER: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
@@ -107,6 +113,21 @@ NEWER: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "q_lora_rank": 16, "kv_lora_rank": 16,
         "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1},
      "labelled", 0.8),
+    ("rt-detr", "RTDetrForObjectDetection", "RTDetr", {
+        "backbone_config": {"model_type": "rt_detr_resnet", "embedding_size": 8,
+                            "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "layer_type": "basic",
+                            "out_features": ["stage2", "stage3", "stage4"]},
+        "encoder_hidden_dim": 32, "encoder_in_channels": [16, 16, 32], "encoder_layers": 1,
+        "encoder_ffn_dim": 64, "encoder_attention_heads": 2, "d_model": 32, "num_queries": 20,
+        "decoder_in_channels": [32, 32, 32], "decoder_ffn_dim": 64, "decoder_layers": 2,
+        "decoder_attention_heads": 2, "num_denoising": 10, "num_labels": 5}, "boxed", 0.7),
+    ("mask2former", "Mask2FormerForUniversalSegmentation", "Mask2Former", {
+        "backbone_config": {"model_type": "swin", "image_size": 64, "embed_dim": 16, "depths": [1, 1, 1, 1],
+                            "num_heads": [2, 2, 2, 2], "window_size": 4,
+                            "out_features": ["stage1", "stage2", "stage3", "stage4"]},
+        "feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "encoder_feedforward_dim": 64,
+        "encoder_layers": 2, "decoder_layers": 3, "num_attention_heads": 2, "dim_feedforward": 64,
+        "num_queries": 10, "train_num_points": 64, "num_labels": 5}, "outlined", 0.7),
     ("modernbert, sentences", "ModernBertForSequenceClassification", "ModernBert", {
         **ENCODER, "cls_token_id": 1, "sep_token_id": 2}, "sentence", 0.7),
 )
