@@ -330,17 +330,21 @@ def fastest_plan(prepared: Prepared, method: Planner, limit: int) -> Found | Ref
 
 
 def in_larger_tiles(found: Found, method: Planner, limit: int) -> Found:
-    """Return a plan in larger tiles where that is faster; otherwise the plan as it is."""
+    """Return a plan in larger tiles where that is faster; otherwise the plan as it is. It has the options of
+    blocks that the given one was found with."""
     planned = found.planned
-    plan = LargerTiles(planned.prepared, method).of(planned.plan, limit)
+    plan = LargerTiles(planned.prepared, method, all_options=found.few is None).of(planned.plan, limit)
     return replace(found, planned=replace(planned, plan=plan))
 
 
 class LargerTiles:
     """Plans of one variant in larger tiles. What is prepared and solved for one budget serves the others."""
 
-    def __init__(self, prepared: Prepared, method: Planner) -> None:
+    def __init__(self, prepared: Prepared, method: Planner, *, all_options: bool = True) -> None:
+        """`all_options`: whether more options of blocks are solved where those that need no solver lead to a
+        plan far from its bound."""
         self.prepared = prepared
+        self.all_options = all_options
         # What else "auto" asks may take all of its time again.
         self.method = method.default if isinstance(method, Auto) else method
         self.leaner_left_out = functools.cache(functools.partial(leaner_left_out, prepared))
@@ -353,7 +357,7 @@ class LargerTiles:
             found = _whole_or_searched(larger, self.method, limit, seconds, self.lean, self.more)
             if isinstance(found, Refused):
                 return None
-            if found.may_take(plan.step_seconds):
+            if self.all_options and found.may_take(plan.step_seconds):
                 left = None if until is None else max(0.0, until - time.perf_counter())
                 found = with_more_options(found, self.method, limit, left, self.more)
             return found.planned
@@ -397,7 +401,7 @@ def _whole_or_searched(prepared: Prepared, method: Planner, limit: int, time_lim
 
 
 def with_more_options(found: Found, method: Planner, limit: int, time_limit: float | None = None,
-                       more: Callable[[Solved], Solved] | None = None) -> Found:
+                      more: Callable[[Solved], Solved] | None = None) -> Found:
     """Return what a planner finds with all options of blocks, or what was found before where that is
     faster."""
     assert found.few is not None
