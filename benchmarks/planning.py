@@ -63,8 +63,8 @@ def allocated(layers: int, width: int, length: int) -> None:
 
     peak = measure_peak(plan).peak
     prepared, blocks = found[0], []
-    cd = prepared.graph
-    for block, graph in zip(prepared.partition.blocks, prepared.block_graphs, strict=True):
+    cd, graphs = prepared.graph, [prepared.class_graphs[k] for k in prepared.blocked.classes]
+    for block, graph in zip(prepared.partition.blocks, graphs, strict=True):
         # As torch runs it: nothing is written over what dies, and the model's outputs stay.
         plain = replace(graph, c=tuple(replace(c, donors=()) for c in graph.c))
         returned = {j for i in block.c for j in cd.c[i].outputs} & set(cd.outputs)
