@@ -72,7 +72,9 @@ def model_of(case: Case, layers: int | None) -> tuple[nn.Module, torch.Tensor]:
         model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(
             vocab_size=WORDS, use_cache=False, max_position_embeddings=LENGTH, **config)).bfloat16().train()
         tokens = torch.zeros(case.batch, LENGTH, dtype=torch.long)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # The name since transformers 5.23, or the one before.
+    own: Any = getattr(model, "activation_checkpointing_enable", None)
+    (own or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return Training(model), tokens
 
 

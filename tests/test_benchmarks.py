@@ -77,7 +77,7 @@ def test_a_large_vocabulary(on_the_path: None, capsys: pytest.CaptureFixture[str
                                       "--steps", "3"])
     vocabulary.main()
     last = capsys.readouterr().out.splitlines()[-1]
-    assert float(last.split("|")[3]) <= 1e-5
+    assert float(last.split("|")[4]) <= 1e-5
     monkeypatch.setattr(sys, "argv", ["vocabulary.py", "--small", "--heads", "--repeats", "1"])
     vocabulary.main()
     last = capsys.readouterr().out.splitlines()[-1]

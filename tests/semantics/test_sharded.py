@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_available(), reas
 
 QUICK = Settings(costs="analytic", options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
                  planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
-STEPS = 4
+STEPS = 6
 WORDS, WIDTH = 4096, 64
 
 
@@ -106,8 +106,8 @@ def _made(kind: str) -> _Net:
 
 
 def _trained(net: _Net, rank: int) -> tuple[list[torch.Tensor], list[int], dict[str, int]]:
-    """Return the losses and the gradients of some steps, the peaks of all but the second (in which the model
-    is measured by itself) and the last, and the collectives of the last."""
+    """Return the losses and the gradients of some steps, the peaks of all but the second to fourth (in
+    which the model is measured by itself) and the last, and the collectives of the last."""
     found: list[torch.Tensor] = []
     peaks: list[int] = []
     seen = None
@@ -125,7 +125,7 @@ def _trained(net: _Net, rank: int) -> tuple[list[torch.Tensor], list[int], dict[
         if k == STEPS - 1:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
                 step()
-        elif k == 1:
+        elif 1 <= k <= 3:
             step()
         else:
             peaks.append(devices.of(ids).measure_peak(step).peak)
