@@ -84,9 +84,12 @@ class Clocks:
         self._sent: dict[int, float] = {}
         self._arrives: dict[int, float] = {}
 
-    def compute(self, seconds: float) -> None:
-        """Run a computation whose inputs are in memory."""
-        self.now += seconds
+    def run(self, c: int, seconds: float, exchanges: bool) -> None:
+        """Run a C node whose inputs are in memory: compute, or wait for the collective that it is."""
+        if exchanges:
+            self.exchange(c, seconds)
+        else:
+            self.now += seconds
 
     def start(self, c: int, seconds: float) -> float:
         """Begin a collective, the C node `c`, after those before it. Return when it ends."""

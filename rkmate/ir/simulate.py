@@ -154,10 +154,8 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                 seconds += kernel.time
                 if node.exchanges:
                     exposed += kernel.time
-            elif node.exchanges:
-                clocks.exchange(step.c, kernel.time)
             else:
-                clocks.compute(kernel.time)
+                clocks.run(step.c, kernel.time, node.exchanges)
             ran.add(step.c)
         elif isinstance(step, Free):
             if step.d not in alive:

@@ -22,10 +22,10 @@ from rkmate.measure.analytic import (
     without_temporaries,
 )
 from rkmate.pipeline.prepare import AsCheckpointed, Blocked, Prepared, block, with_operation_costs
-from rkmate.pipeline.solve import Solved, solve, solve_lean
+from rkmate.pipeline.solve import Solved, lean_problem, solve
 from rkmate.pipeline.variants import CHANNELS_LAST, Variant, others
 from rkmate.planners.finish import finish
-from rkmate.planners.protocol import Composed, Outcome, Planner, Problem, smallest_budget
+from rkmate.planners.protocol import Composed, Outcome, Planner, smallest_budget
 from rkmate.planners.save_set import SaveSetProgram
 from rkmate.planners.several_calls import smallest_steps
 from rkmate.support.planning_lock import gc_pause
@@ -167,11 +167,6 @@ class Refused:
     """The smallest budget that is met, where it is known."""
     measured: bool = True
     """Whether its costs are known."""
-
-
-def lean_problem(prepared: Prepared) -> Problem:
-    """Return the planner's problem with the options of each block that no program is solved for."""
-    return solve_lean(prepared).problem
 
 
 def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused | None:

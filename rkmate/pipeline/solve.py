@@ -61,10 +61,15 @@ def solve(prepared: Prepared) -> Solved:
     return solve_more(solve_lean(prepared))
 
 
+def lean_problem(prepared: Prepared) -> Problem:
+    """Return the planner's problem with the options of each block that need no solver."""
+    return solve_with(prepared, [lean_options(graph) for graph in prepared.class_graphs])
+
+
 def solve_lean(prepared: Prepared) -> Solved:
     """Return the few options of every class of blocks that need no solver, and the chain of blocks."""
     start = time.perf_counter()
-    problem = solve_with(prepared, [lean_options(graph) for graph in prepared.class_graphs])
+    problem = lean_problem(prepared)
     return Solved(prepared, problem, summarise(prepared), {
         **prepared.stage_seconds, "chain": time.perf_counter() - start})
 

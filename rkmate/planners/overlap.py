@@ -198,10 +198,7 @@ class _Overlap:
 
     def _run(self, clocks: Clocks, step: Step) -> None:
         if isinstance(step, Compute):
-            if self.graph.c[step.c].exchanges:
-                clocks.exchange(step.c, self.graph.c[step.c].time)
-            else:
-                clocks.compute(kernel_of(self.graph, step).time)
+            clocks.run(step.c, kernel_of(self.graph, step).time, self.graph.c[step.c].exchanges)
 
     def _tail(self, k: int, timeline: tuple[int, ...]) -> _Tail | None:
         """Return what can wait with the collective of step `k`, if that ends in gradients of parameters."""

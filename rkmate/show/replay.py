@@ -323,10 +323,7 @@ class _Walk:
                 self._add(k, j, "recomputed" if again else "kept")
         self.ran.add(step.c)
         start = self.clocks.now
-        if node.exchanges:
-            self.clocks.exchange(step.c, kernel.time)
-        else:
-            self.clocks.compute(kernel.time)
+        self.clocks.run(step.c, kernel.time, node.exchanges)
         self._record(begin, start, step, again, [("temporaries", twice + kernel.overhead)])
 
     def _end(self, k: int, j: int) -> None:
