@@ -53,7 +53,7 @@ from rkmate.pipeline.loss import ModelAndLoss, traceable, trained_outputs, train
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first
 from rkmate.pipeline.wishes import Wishes, check_names, settings_that_keep, wishes_of
-from rkmate.planners.overlap import overlapped
+from rkmate.planners.overlap import exposed, overlapped
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
@@ -208,6 +208,14 @@ class Prepared:
         kept = sum(n.meta[VALUE].nbytes for _, n in self.capture.mutations) if undone else 0
         return kept + (0 if recipe is None else recipe.bytes) + self.blocked.traced.outside
 
+    @functools.cached_property
+    def searched(self) -> CDGraph:
+        """The graph that planners search: of collectives that `overlapped` can hide, only the time that is
+        likely to stay exposed."""
+        if self.settings.calls != 1 or self.graph.link is not None:
+            return self.graph
+        return exposed(self.graph, [b.c for b in self.partition.blocks])
+
     def with_kernels(self, schedule: Schedule, room: int = 0) -> Schedule:
         """Return the schedule with the fastest kernels that leave its peak as it is, or within `room`
         bytes."""
@@ -238,7 +246,7 @@ class Prepared:
         """Of each class of blocks, the own graph of the first one, with costs."""
         first = {k: b for b, k in reversed(list(enumerate(self.blocked.classes)))}
         blocks = [self.partition.blocks[first[k]] for k in range(len(first))]
-        return tuple(b.graph.with_costs(self.costs[i] for i in b.c) for b in blocks)
+        return tuple(b.graph.with_costs(self.searched.c[i] for i in b.c) for b in blocks)
 
     @functools.cached_property
     def baseline_peak(self) -> int:
@@ -251,16 +259,21 @@ class Prepared:
         return self.baseline_peak + self.beside
 
     @functools.cached_property
+    def regions(self) -> tuple[int | None, ...]:
+        """For each C node, the region that the program checkpoints it in, or None; empty if the program
+        checkpoints nothing."""
+        found = tuple(region_of(node) if i < self.graph.loss else None
+                      for i, node in enumerate(self.partition.program.operation))
+        return found if any(r is not None for r in found) else ()
+
+    @functools.cached_property
     def as_checkpointed(self) -> AsCheckpointed | None:
         """The simulator's verdict on the step as the program checkpoints it; None where it does not."""
-        regions = [region_of(node) if i < self.graph.loss else None
-                   for i, node in enumerate(self.partition.program.operation)]
-        named = {r for r in regions if r is not None}
-        if not named:
+        if not self.regions:
             return None
-        schedule = self.with_kernels(checkpointed(self.graph, regions, self.pinned))
+        schedule = self.with_kernels(checkpointed(self.graph, self.regions, self.pinned))
         return AsCheckpointed(self.peak(schedule, self.settings.calls), self.simulate(schedule).seconds,
-                              len(named))
+                              len(set(self.regions) - {None}))
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """Return the simulator's verdict on a schedule of this model."""
