@@ -150,9 +150,11 @@ class ModuleReader:
             children = d[SUBMODULES]
             if children:
                 parts.append(m)
-                parts += children
+                parts += children.keys()
                 parts += children.values()
-                modules += [c for c in children.values() if c is not None]
+                # Whatever holds a TorchScript module is not planned as a whole.
+                modules += [c for c in children.values()
+                            if c is not None and not isinstance(c, torch.jit.ScriptModule)]
         types: list[type] = list(map(type, modules))
         parts += types
         parts += forwards([*dict.fromkeys(types)])

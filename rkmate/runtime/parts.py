@@ -577,7 +577,7 @@ class _Before:
     """The state of a model that a forward changes, to be put back where the forward was for nothing."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        self._buffers = [(b, b.detach().clone()) for b in model.buffers() if b.layout is torch.strided]
         self._draws = RandomState.of(*devices.in_use())
         self._host = HostDraws()
 
