@@ -98,6 +98,9 @@ class Traced:
     """The prefix that names of modules have in the capture, but not in the user's model."""
     outside: int = 0
     """Bytes that the caller makes of the outputs, and holds during the backward, if a step has shown some."""
+    measured_by: Callable[[Blocked, Callable[[], Costs]], Costs] | None = None
+    """Calls what measures, on several ranks at once, and returns the costs of the slowest; None: this process
+    measures alone."""
     until: float = math.inf
     """When planning should be over, by `time.perf_counter`; infinite where only its searches have a limit."""
 
@@ -372,7 +375,8 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
         with capture_lock:                  # groups run once, and what the process allocates is read
             known = with_memory_of_groups(parts.program.operation, known)
     else:
-        known = measured_costs(blocked, cost_memory(), traced.settings.measure, limit)
+        own = functools.partial(measured_costs, blocked, cost_memory(), traced.settings.measure, limit)
+        known = own() if traced.measured_by is None else traced.measured_by(blocked, own)
     cd = parts.program.cd
     if costs is None and link is None:
         settings = traced.settings
