@@ -26,7 +26,6 @@ from rkmate.pipeline.settings import Settings
 from rkmate.show.amounts import duration, size
 from rkmate.support.progress import Progress
 from rkmate.torch_seam.dtensor import bytes_held
-from rkmate.torch_seam.patches.autograd import region_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "tools-distributed.md"
 BEGIN, END = "<!-- python benchmarks/mesh.py --write -->\n", "<!-- end of mesh -->"
@@ -96,12 +95,11 @@ def rows_of(case: Case, layers: int | None) -> list[str]:
         with elsewhere.on_gpu(gpu, model):
             traced = trace(model, args, {}, elsewhere.estimating(Settings(), None), Progress(True))
             prepared = prepare(traced)
-            graph, operations = prepared.graph, prepared.partition.program.operation
-            regions = [region_of(n) if i < graph.loss else None for i, n in enumerate(operations)]
+            graph = prepared.graph
             for name, reshards in (("with", True), ("without", False)):
                 schedule = prepared.with_kernels(checkpointed(graph, [
                     r if reshards or "all_gather" not in c.name else None
-                    for r, c in zip(regions, graph.c, strict=True)], prepared.pinned))
+                    for r, c in zip(prepared.regions, graph.c, strict=True)], prepared.pinned))
                 budgets.append(prepared.simulate(schedule).peak)
                 rows.append(row(f"each layer checkpointed, {name} resharding", prepared,
                                 prepared.overlapped(schedule, budgets[-1])))

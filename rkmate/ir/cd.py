@@ -180,7 +180,7 @@ class CDGraph:
         """Sum of the sizes of some D nodes."""
         return sum(self.d[j].size for j in ds)  # type: ignore[attr-defined]
 
-    def with_costs(self, costs: Iterable[Cost]) -> CDGraph:
+    def with_costs(self, costs: Iterable[Cost | CNode]) -> CDGraph:
         """Return a copy of the graph with the costs of each C node, in order."""
         return replace(self, c=tuple([
             CNode(c.name, c.phase, c.inputs, c.outputs, cost.time, cost.overhead, c.random, c.donors,

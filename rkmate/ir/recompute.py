@@ -77,7 +77,8 @@ def checkpointed(graph: CDGraph, region: Sequence[int | None], pinned: Iterable[
 
     `region`: per C node, the region that it belongs to; None for those outside, and for the backward. A
     region runs again before the first backward node that reads what was made inside of it, as far as the
-    backward reads it. `pinned`: D nodes that the user holds.
+    backward reads it. What is made once (by collectives, by choices) stays. `pinned`: D nodes that the user
+    holds.
     """
     pinned = frozenset(pinned)
     inside = _inside(graph, region, pinned)
@@ -107,6 +108,6 @@ def _inside(graph: CDGraph, region: Sequence[int | None], pinned: frozenset[int]
     inside: dict[int, int] = {}
     for i, node in enumerate(graph.c[:graph.loss]):
         r = region[i]
-        if r is not None:
+        if r is not None and i not in graph.once and not node.decides:
             inside.update((j, r) for j in node.outputs if j not in left and readers.get(j, {r}) == {r})
     return inside

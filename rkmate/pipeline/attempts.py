@@ -131,7 +131,8 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
     if bound is not None and math.isclose(bound, result.seconds):
         bound = min(bound, result.seconds)      # the same numbers, added up in another order
     if bound is not None and schedule.starts:   # a bound of schedules that wait for each collective at once
-        bound = max(0.0, bound - sum(c.time for c in prepared.graph.c if c.exchanges))
+        graph = prepared.graph if solved is None else solved.problem.graph
+        bound = max(0.0, bound - sum(c.time for c in graph.c if c.exchanges))
     runs: Sequence[Run]
     if solved is None or not outcome.ops:
         runs = tuple(runs_of(outcome.schedule, prepared.graph, parts.block_of))

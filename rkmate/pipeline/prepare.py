@@ -53,7 +53,7 @@ from rkmate.pipeline.loss import ModelAndLoss, traceable, trained_outputs, train
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first
 from rkmate.pipeline.wishes import Wishes, check_names, settings_that_keep, wishes_of
-from rkmate.planners.overlap import overlapped
+from rkmate.planners.overlap import exposed, overlapped
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
@@ -98,6 +98,9 @@ class Traced:
     """The prefix that names of modules have in the capture, but not in the user's model."""
     outside: int = 0
     """Bytes that the caller makes of the outputs, and holds during the backward, if a step has shown some."""
+    measured_by: Callable[[Blocked, Callable[[], Costs]], Costs] | None = None
+    """Calls what measures, on several ranks at once, and returns the costs of the slowest; None: this process
+    measures alone."""
     until: float = math.inf
     """When planning should be over, by `time.perf_counter`; infinite where only its searches have a limit."""
 
@@ -208,6 +211,14 @@ class Prepared:
         kept = sum(n.meta[VALUE].nbytes for _, n in self.capture.mutations) if undone else 0
         return kept + (0 if recipe is None else recipe.bytes) + self.blocked.traced.outside
 
+    @functools.cached_property
+    def searched(self) -> CDGraph:
+        """The graph that planners search: of collectives that `overlapped` can hide, only the time that is
+        likely to stay exposed."""
+        if self.settings.calls != 1 or self.graph.link is not None:
+            return self.graph
+        return exposed(self.graph, [b.c for b in self.partition.blocks])
+
     def with_kernels(self, schedule: Schedule, room: int = 0) -> Schedule:
         """Return the schedule with the fastest kernels that leave its peak as it is, or within `room`
         bytes."""
@@ -238,7 +249,7 @@ class Prepared:
         """Of each class of blocks, the own graph of the first one, with costs."""
         first = {k: b for b, k in reversed(list(enumerate(self.blocked.classes)))}
         blocks = [self.partition.blocks[first[k]] for k in range(len(first))]
-        return tuple(b.graph.with_costs(self.costs[i] for i in b.c) for b in blocks)
+        return tuple(b.graph.with_costs(self.searched.c[i] for i in b.c) for b in blocks)
 
     @functools.cached_property
     def baseline_peak(self) -> int:
@@ -251,16 +262,21 @@ class Prepared:
         return self.baseline_peak + self.beside
 
     @functools.cached_property
+    def regions(self) -> tuple[int | None, ...]:
+        """For each C node, the region that the program checkpoints it in, or None; empty if the program
+        checkpoints nothing."""
+        found = tuple(region_of(node) if i < self.graph.loss else None
+                      for i, node in enumerate(self.partition.program.operation))
+        return found if any(r is not None for r in found) else ()
+
+    @functools.cached_property
     def as_checkpointed(self) -> AsCheckpointed | None:
         """The simulator's verdict on the step as the program checkpoints it; None where it does not."""
-        regions = [region_of(node) if i < self.graph.loss else None
-                   for i, node in enumerate(self.partition.program.operation)]
-        named = {r for r in regions if r is not None}
-        if not named:
+        if not self.regions:
             return None
-        schedule = self.with_kernels(checkpointed(self.graph, regions, self.pinned))
+        schedule = self.with_kernels(checkpointed(self.graph, self.regions, self.pinned))
         return AsCheckpointed(self.peak(schedule, self.settings.calls), self.simulate(schedule).seconds,
-                              len(named))
+                              len(set(self.regions) - {None}))
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """Return the simulator's verdict on a schedule of this model."""
@@ -359,7 +375,8 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
         with capture_lock:                  # groups run once, and what the process allocates is read
             known = with_memory_of_groups(parts.program.operation, known)
     else:
-        known = measured_costs(blocked, cost_memory(), traced.settings.measure, limit)
+        own = functools.partial(measured_costs, blocked, cost_memory(), traced.settings.measure, limit)
+        known = own() if traced.measured_by is None else traced.measured_by(blocked, own)
     cd = parts.program.cd
     if costs is None and link is None:
         settings = traced.settings

@@ -54,7 +54,7 @@ def seconds_of_any(prepared: Prepared, limit: int) -> float:
 
 
 def _program(prepared: Prepared) -> SaveSetProgram:
-    return SaveSetProgram(prepared.graph, prepared.pinned, prepared.reserve_at_loss)
+    return SaveSetProgram(prepared.searched, prepared.pinned, prepared.reserve_at_loss)
 
 
 # -- Fractions of what the model takes -------------------------------------------------------------

@@ -225,14 +225,14 @@ def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bo
     if variant.takes_longer or (variant.saves_memory and prepared.baseline_peak <= limit):
         return False
     other_layout = (CHANNELS_LAST in variant.rows) != (CHANNELS_LAST in prepared.blocked.variant.rows)
-    return other_layout or may_be_faster(plan.step_seconds, prepared.graph, variant)
+    return other_layout or may_be_faster(plan.step_seconds, prepared.searched, variant)
 
 
 def _is_worth_solving(plan: Plan, prepared: Prepared, method: Planner, limit: int) -> bool:
     """Return whether a variant that is prepared can be faster than a plan, by what no schedule of it does
     better."""
     variant, seconds = prepared.blocked.variant, plan.step_seconds
-    return may_be_faster(seconds, prepared.graph, variant) and (
+    return may_be_faster(seconds, prepared.searched, variant) and (
         fits(prepared, method, limit) or is_faster(seconds_of_any(prepared, limit), seconds, variant))
 
 

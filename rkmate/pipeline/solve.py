@@ -88,8 +88,8 @@ def solve_more(lean: Solved) -> Solved:
 def solve_with(prepared: Prepared, sets: Sequence[OptionSet]) -> Problem:
     """Return a planner's problem, of known options."""
     return Problem(
-        prepared.graph, chain_of(prepared, sets), tuple(b.c for b in prepared.partition.blocks),
-        prepared.pinned, prepared.reserve_at_loss, stages_of(prepared))
+        prepared.searched, chain_of(prepared, sets), tuple(b.c for b in prepared.partition.blocks),
+        prepared.pinned, prepared.reserve_at_loss, stages_of(prepared), prepared.regions)
 
 
 def options_of(prepared: Prepared) -> tuple[OptionSet, ...]:

@@ -8,6 +8,8 @@
   does (Rotor, section 5.3). Only the input of each segment is kept during the forward, the last segment keeps
   all. The number of segments is the strategy's one parameter.
 - ``save-all``, ``recompute-all``: the two ends of the scale.
+- `Checkpointing`, which the default planner asks: layers that run again as a whole, as under
+  ``torch.utils.checkpoint``.
 - `ChainSearch`, which the default planner asks: rk-Rotor at several memory limits. What the dynamic program
   counts is never below what the simulator sees, so more than the budget may be asked of it as long as the
   simulator agrees.
@@ -23,6 +25,8 @@ from dataclasses import dataclass, replace
 
 from rkmate.errors import ArgumentError
 from rkmate.ir.chain import Backward, Chain, Forward, ForwardPlain, Op
+from rkmate.ir.recompute import checkpointed
+from rkmate.ir.schedule import unmet_wishes
 from rkmate.planners.finish import without_waste
 from rkmate.planners.protocol import (
     Candidate,
@@ -147,6 +151,37 @@ class Sequential:
                     for n in range(1, blocks + 1)]
 
         return best(problem.once(self.name, make), budget)
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Regions that keep their inputs, and run again as a whole in the backward: those that the program
+    checkpoints, and up to `most` blocks of the chain at a time."""
+
+    most: int = 4
+    name: str = "checkpointing"
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        """See `rkmate.planners.protocol.Planner.plan`."""
+        return best(problem.once(self.name, lambda: self._candidates(problem)), budget)
+
+    def _candidates(self, problem: Problem) -> list[Candidate]:
+        graph, found = problem.graph, []
+        for region in filter(None, (problem.regions, *(
+                self._groups(problem, n) for n in range(1, self.most + 1)))):
+            schedule = checkpointed(graph, region, problem.pinned)
+            if not unmet_wishes(graph, schedule):
+                result = problem.simulate(schedule)
+                found.append(Candidate(schedule, result.peak, result.seconds))
+        return found
+
+    def _groups(self, problem: Problem, size: int) -> tuple[int | None, ...]:
+        """Return, for each C node, the number of its group of `size` blocks."""
+        region: list[int | None] = [None] * len(problem.graph.c)
+        for number, nodes in enumerate(problem.block_c):
+            for i in nodes:
+                region[i] = number // size if i < problem.graph.loss else None
+        return tuple(region)
 
 
 def save_all(chain: Chain) -> list[Op]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rkmate.planners import settings as planner_settings
-from rkmate.planners.chain import ChainSearch, smallest_of_chain
+from rkmate.planners.chain import ChainSearch, Checkpointing, smallest_of_chain
 from rkmate.planners.finish import finish
 from rkmate.planners.offload_search import Offloading
 from rkmate.planners.protocol import (
@@ -148,7 +148,8 @@ SMALLEST_TRIES = 24
 """Number of times that the smallest budget's range is halved, at most."""
 
 _WORDS = {"rk-rotor": "the chain's dynamic program (rk-Rotor)",
-          "save-set": "the integer program on the whole graph (save-set)"}
+          "save-set": "the integer program on the whole graph (save-set)",
+          "sequential": "layers that run again as a whole, as under torch.utils.checkpoint"}
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
         Entry(save_set, "save-set", frozenset({"deep"}), s.save_set_seconds, s.deep_seconds),
         Entry(save_set, "save-set", DETERMINED, s.save_set_seconds),
         Entry(ChainSearch(s), "rk-rotor", DETERMINED, gap=s.gap_tolerance, finished=2),
+        Entry(Checkpointing(), "sequential", frozenset({*DETERMINED, "deep"}), gap=s.gap_tolerance),
         Entry(save_set, "save-set", frozenset({"first"}), s.first_seconds, gap=s.wide_gap, after_cut=True),
         Entry(save_set, "save-set", frozenset({"below first"}), max(s.first_seconds, s.save_set_seconds)),
         Entry(save_set, "save-set", frozenset({"below further"}), s.save_set_seconds),

@@ -8,13 +8,17 @@ VLDB 2023, section 3.3, prefetch by one layer instead.)
 
 Collectives run one after the other, in the order in which they start: every rank follows one schedule, so
 the order is the same on all of them.
+
+A planner that counts a collective at its full time would keep gathered parameters rather than activations,
+although gathering them again costs next to nothing. Planners therefore see what is likely to stay exposed
+(`exposed`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +29,35 @@ from rkmate.ir.simulate import simulate
 
 EARLY = 2.0
 """Start a collective this multiple of its time before its result is read, if there is room."""
+
+
+SEEN = 0.05
+"""Part of a collective's time that planners count at least: no repetition is free."""
+
+
+def exposed(graph: CDGraph, blocks: Sequence[Sequence[int]]) -> CDGraph:
+    """Return the graph with only the time of each collective that is likely to stay exposed: what takes
+    longer than the computations of its block, and of the blocks next to it.
+
+    `blocks`: the C nodes of each block.
+    """
+    if not any(c.exchanges for c in graph.c):
+        return graph
+    seconds = np.zeros((2, 2, len(blocks)))             # forward or backward, computations or collectives
+    for b, nodes in enumerate(blocks):
+        for i in nodes:
+            seconds[int(i >= graph.loss), int(graph.c[i].exchanges), b] += graph.c[i].time
+    near = seconds.copy()
+    near[..., 1:] += seconds[..., :-1]
+    near[..., :-1] += seconds[..., 1:]
+    costs = list(graph.c)
+    for b, nodes in enumerate(blocks):
+        for i in nodes:
+            if costs[i].exchanges:
+                computing, exchanging = near[int(i >= graph.loss), :, b]
+                part = max(SEEN, 1 - computing / exchanging) if exchanging else 1.0
+                costs[i] = replace(costs[i], time=float(part * costs[i].time))
+    return replace(graph, c=tuple(costs))
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ class Problem:
     """Bytes that the loss, computed outside of the graph, allocates for itself."""
     stages: Stages | None = field(default=None, repr=False)
     """A second chain of the graph: the children of an `nn.Sequential`; None for other models."""
+    regions: tuple[int | None, ...] = field(default=(), repr=False)
+    """For each C node, the region that the program checkpoints it in, or None; empty if the program
+    checkpoints nothing."""
     _memory: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
     _of_graph: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
     """What was computed of the graph alone."""

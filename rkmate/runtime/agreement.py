@@ -7,6 +7,7 @@ collective that another rank waits in is not disturbed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import platform
@@ -24,8 +25,11 @@ import torch.distributed as dist
 from torch import nn
 
 from rkmate.errors import RankError, RkmateError, sendable
-from rkmate.pipeline.prepare import own_version
+from rkmate.ir.cd import Cost, Kernel, read_cost
+from rkmate.measure.analytic import Costs
+from rkmate.pipeline.prepare import Blocked, Traced, block, cost_memory, measured_costs, own_version
 from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.variants import named
 from rkmate.show.plan import Plan
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.trace import meeting_place, process_group, several_ranks
@@ -142,13 +146,38 @@ class Ranks:
         steps = hashlib.sha256(repr(plan.schedule.steps).encode()).hexdigest()
         self.agree({"the schedules": [f"schedule {steps[:12]}, {plan.budget_bytes:,} bytes"]})
 
-    def led(self, make: Callable[[], T], plan_of: Callable[[T], Plan], follow: Callable[[Plan], T]) -> T:
+    def measured(self, blocked: Blocked, own: Callable[[], Costs]) -> Costs:
+        """Return the costs of a graph's operations, each that of the rank that takes longest. The first rank,
+        which plans, calls this while the others call `measure_too`. `own`: measures on this rank."""
+        self._exchanged(f"{blocked.variant.name}, {blocked.traced.settings.deferred_outputs}")
+        mine = own()
+        texts = self._exchanged("")
+        self._refuse_failures(["" if text.startswith("[") else text for text in texts])
+        rows = [list(map(read_cost, json.loads(text))) for text in texts if text]
+        return {i: functools.reduce(_larger, (row[i] for row in rows if len(row) == len(mine)), cost)
+                for i, cost in mine.items()}
+
+    def measure_too(self, said: str, traced: Traced, limit: Callable[[Blocked], int]) -> None:
+        """Measure the graph that the first rank measures, and tell it the costs. `said`: its words about the
+        graph."""
+        variant, deferred = said.rsplit(", ", 1)
+        try:
+            blocked = block(traced.with_deferred("never" if deferred == "never" else "auto"), named(variant))
+            costs = measured_costs(blocked, cost_memory(), traced.settings.measure, limit)
+            text = json.dumps([costs[i].row() for i in range(len(costs))])
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        self._exchanged(text)
+
+    def led(self, make: Callable[[], T], plan_of: Callable[[T], Plan], follow: Callable[[Plan], T],
+            assist: Callable[[str], None] | None = None) -> T:
         """Return what the first rank makes and the others follow.
 
         Args:
             make: called by the first rank.
             plan_of: the plan of what it has made.
             follow: called by the others with that plan.
+            assist: called by the others with each text that the first rank gives them while it plans.
 
         Raises:
             RkmateError: what the first rank raised, on every rank.
@@ -166,7 +195,11 @@ class Ranks:
             except BaseException as error:
                 told[0], failed = f"{type(error).__name__}: {error}", error
         # All meet first, so that nobody waits in the broadcast for a rank that has ended, or has failed.
-        self._refuse_failures(self._exchanged("", planning=True))
+        texts = self._exchanged("", planning=True)
+        while assist is not None and not self.leads and texts[0]:
+            assist(texts[0])
+            texts = self._exchanged("", planning=True)
+        self._refuse_failures(texts)
         dist.broadcast_object_list(told, group=self._group, group_src=0)
         if failed is not None:
             raise failed
@@ -235,6 +268,13 @@ class Ranks:
         for rank, line in zip(self._numbers, lines, strict=True):
             ranks.setdefault(line, []).append(rank)
         return ", ".join(f"rank {', '.join(map(str, some))}: {line}" for line, some in ranks.items())
+
+
+def _larger(one: Cost, other: Cost) -> Cost:
+    """Return the larger seconds and bytes of each kernel of an operation."""
+    return Cost(max(one.time, other.time), max(one.overhead, other.overhead), tuple(
+        Kernel(max(a.time, b.time), max(a.overhead, b.overhead))
+        for a, b in zip(one.alternatives, other.alternatives, strict=True)))
 
 
 def ranks_in(groups: Sequence[str]) -> Ranks | None:

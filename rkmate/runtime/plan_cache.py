@@ -30,6 +30,7 @@ from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.part_plans import with_terms
 from rkmate.pipeline.prepare import Traced, compile_all, held_tensors, trace
+from rkmate.pipeline.refuse import room_within
 from rkmate.pipeline.search import make_plan
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.sizes import KnownPlan, plan_that_fits
@@ -545,7 +546,8 @@ class PlanCache:
              budget: Budget) -> Executable:
         """Return what the first rank makes and the others follow, with as much room for a loss."""
         return ranks.led(make, lambda e: e.plan, lambda plan: self._own_executable(replace(
-            traced, settings=replace(traced.settings, loss_bytes=plan.graph.reserve_at_loss)), budget, plan))
+            traced, settings=replace(traced.settings, loss_bytes=plan.graph.reserve_at_loss)), budget, plan),
+            lambda said: ranks.measure_too(said, traced, room_within(budget)))
 
     def _executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,
                     known: Sequence[KnownPlan] = (), like: Prototype | None = None, *,
@@ -553,8 +555,9 @@ class PlanCache:
         """Return the plan to follow, a saved one, or a new one, and the code of it. `known`: of other sizes;
         `like`: of an equal call; `derived`: from other sizes, and not measured.
 
-        If the forward communicates, the first rank of its process group plans for all, and the ranks compare
-        the schedules that they will follow. Raises `RankError` on all ranks if they differ.
+        If the forward communicates, the first rank of its process group plans for all, with the costs of the
+        slowest one, and the ranks compare the schedules that they will follow. Raises `RankError` on all of
+        them if these differ.
         """
         def make() -> Executable:
             return self._own_executable(traced, budget, plan, known, like, derived=derived)
@@ -562,6 +565,8 @@ class PlanCache:
         ranks = ranks_in(groups_of(traced.capture.graph))
         if ranks is None:
             return make()
+        if ranks.leads and plan is None:
+            traced = replace(traced, measured_by=ranks.measured)
         found = ranks.together(make if plan is not None else lambda: self._led(ranks, make, traced, budget))
         ranks.same_schedule(found.plan)
         return found

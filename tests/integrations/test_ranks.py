@@ -37,7 +37,8 @@ def test_a_checkpoint_is_loaded_by_another_number_of_ranks(tmp_path: Path) -> No
         _losses("ranks_fsdp2", "--plain", "--load", plain, count=1)
 
 
-@pytest.mark.parametrize(("tool", "script"), [("lightning", "ranks_lightning"),
+@pytest.mark.parametrize(("tool", "script"), [("accelerate", "ranks_accelerate"),
+                                              ("lightning", "ranks_lightning"),
                                               ("transformers", "ranks_trainer")])
 def test_trainers_on_two_ranks(tool: str, script: str) -> None:
     pytest.importorskip(tool)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.recompute import checkpointed
 from rkmate.ir.simulate import simulate
@@ -36,3 +38,9 @@ def test_what_stands_outside_and_what_the_user_holds_is_kept() -> None:
     schedule = checkpointed(graph, [None, 0, 0, 0, None, None, *[None] * 6], pinned=(1,))
     assert names(graph, schedule.order) == [
         "f0", "f1", "f2", "f3", "f4", "f5", "b5", "b4", "b3", "f2", "b2", "b1", "b0"]
+
+
+def test_what_is_made_once_stays() -> None:
+    graph = replace(chain(6), once=frozenset((1,)))
+    schedule = checkpointed(graph, [0, 0, 0, 1, 1, 1, *[None] * 6])
+    assert names(graph, schedule.order)[6:] == ["b5", "f3", "f4", "b4", "b3", "b2", "b1", "f0", "b0"]

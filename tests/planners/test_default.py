@@ -275,7 +275,7 @@ def test_settings_are_checked() -> None:
 
 def test_the_default_is_one_of_the_registry() -> None:
     own = PLANNERS["rockmate"]
-    assert isinstance(own, Default) and own.asks == ("rk-rotor", "save-set")
+    assert isinstance(own, Default) and own.asks == ("rk-rotor", "save-set", "sequential")
     patient = PlannerSettings(first_seconds=7.0)
     assert planner("rockmate", patient) == Default(patient)
     with pytest.warns(rkmate.RkmateWarning, match="now called 'save-set'"):

@@ -12,7 +12,7 @@ from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.plan import read_step, step_content
 from rkmate.ir.schedule import Compute, Free, Loss, Schedule, Start, Step, save_all
 from rkmate.ir.simulate import simulate
-from rkmate.planners.overlap import overlapped
+from rkmate.planners.overlap import SEEN, exposed, overlapped
 
 F0, GATHER, F1, B1, SCATTER, DIVIDE, B0, LAST = range(8)
 X, V0, WHOLE, V1, G2, GRAD, PART, MEAN, G1, G0 = range(10)
@@ -62,6 +62,16 @@ def test_a_gathered_buffer_counts_from_its_start() -> None:
     steps[:1] = [Start(GATHER), Compute(F0), Compute(GATHER)]
     #                                                      start f0  wait f1
     assert simulate(graph, Schedule(tuple(steps))).timeline[:4] == (9, 19, 19, 28)
+
+
+def test_planners_see_what_computations_do_not_hide() -> None:
+    graph = _graph()
+    long = replace(graph, c=tuple(replace(c, time=8.0) if c.exchanges else c for c in graph.c))
+    blocks = [(F0, B0, LAST), (GATHER, F1, B1, SCATTER, DIVIDE)]
+    hidden, seen = exposed(graph, blocks).c, exposed(long, blocks).c
+    assert hidden[GATHER].time == SEEN * 1.0 and hidden[SCATTER].time == pytest.approx(SEEN * 1.5)
+    assert seen[GATHER].time == 8.0 - 4.0 and seen[SCATTER].time == 8.0 - 6.0
+    assert [c for c in hidden if not c.exchanges] == [c for c in graph.c if not c.exchanges]
 
 
 def _refused(graph: CDGraph, *steps: Step) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from rkmate.errors import ArgumentError, GraphError
 from rkmate.ir.cd import CNode, DNode
 from rkmate.ir.chain import Backward, Forward, ForwardPlain
-from rkmate.ir.schedule import Loss, from_order
+from rkmate.ir.recompute import checkpointed
+from rkmate.ir.schedule import Loss, from_order, unmet_wishes
 from rkmate.ir.simulate import simulate
 from rkmate.planners.canonical import (
     Dag,
@@ -22,8 +24,18 @@ from rkmate.planners.canonical import (
     trained_forward,
     without_liveness,
 )
-from rkmate.planners.chain import one_option, recompute_all, revolve, rotor, save_all, segments, sequential
+from rkmate.planners.chain import (
+    Checkpointing,
+    one_option,
+    recompute_all,
+    revolve,
+    rotor,
+    save_all,
+    segments,
+    sequential,
+)
 from rkmate.planners.checkmate import Checkmate, plain_graph, round_relaxation
+from rkmate.planners.default import Default
 from rkmate.planners.dtr_offline import dtr_order
 from rkmate.planners.lower_sets import LowerSetProgram, memory_segments, split_points, sqrt_segments
 from rkmate.planners.protocol import Problem, expand
@@ -45,6 +57,32 @@ def test_segments_are_those_of_checkpoint_sequential() -> None:
         segments(4, 5)
     assert sequential([range(1), range(1, 2)]) == [
         ForwardPlain(0), Forward(1, 0), Backward(1, 0), Forward(0, 0), Backward(0, 0)]
+
+
+def test_layers_that_run_again_as_a_whole() -> None:
+    problem = stack(6)
+    graph = problem.graph
+    block = [next(b for b, c in enumerate(problem.block_c) if i in c) for i in range(graph.loss)]
+    after = [None] * (len(graph.c) - graph.loss)
+    by_blocks = [problem.simulate(checkpointed(graph, [*(b // n for b in block), *after], problem.pinned))
+                 for n in (1, 2, 3, 4)]
+    # The program's own regions, without its first blocks, take more memory and less time.
+    regions = (*(None if b < 2 else b for b in block), *after)
+    own = problem.simulate(checkpointed(graph, regions, problem.pinned))
+    for named, expected in (((), by_blocks), (regions, [own, *by_blocks])):
+        here = replace(problem, regions=named)
+        for budget in (*(e.peak for e in expected), min(e.peak for e in expected) - 1):
+            outcome = Checkpointing().plan(here, budget)
+            least = min((e.seconds for e in expected if e.peak <= budget), default=math.inf)
+            assert outcome.seconds == least
+            assert Default().plan(here, budget).seconds <= least
+    assert own.seconds < min(e.seconds for e in by_blocks)
+    # What the user wants computed again is, and what runs once does.
+    wished = replace(problem, graph=replace(graph, once=frozenset(range(4))))
+    outcome = Checkpointing().plan(wished, 10**6)
+    assert outcome.schedule is not None and not unmet_wishes(wished.graph, outcome.schedule)
+    forgotten = replace(problem, graph=replace(graph, forgotten=frozenset(graph.outputs)))
+    assert Checkpointing().plan(forgotten, 10**6).schedule is None
 
 
 def test_ends_of_the_scale() -> None:

@@ -4,6 +4,7 @@ data parallel training, one schedule and equal numbers of collectives on both ra
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import rkmate
 from rkmate import device as devices
+from rkmate.distributed import sharding
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
@@ -229,6 +232,32 @@ def test_collectives_run_while_something_else_computes(tmp_path: Path,
     plan.save(tmp_path / "plan.json")
     assert rkmate.Plan.load(tmp_path / "plan.json").schedule == plan.schedule
     assert rkmate.Plan.load(tmp_path / "plan.json").graph.cd.c == plan.graph.cd.c
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_small_parameters_of_a_layer_are_averaged_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ran = _GPT(), Counter[str]()
+    plain.blocks[1].spare = nn.LayerNorm(WIDTH)             # is never read
+    plain.blocks[2].norm.requires_grad_(False)
+    model, tokens = _sharded(copy.deepcopy(plain), small=4 * WIDTH), _tokens(0)
+    monkeypatch.setattr(sharding, "functional", lambda name: ran.update((name,)) or functional(name))
+
+    def again(owner: nn.Module, reentrant: bool) -> torch.Tensor:
+        x = (owner.words(tokens[:, :-1]) + 0).clone()
+        for block in owner.blocks:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        return owner.norm(x).square().mean()
+
+    for name, run, count in (("forward", lambda owner: owner(tokens), 4),
+                             ("checkpointed", functools.partial(again, reentrant=False), 4),
+                             ("again", functools.partial(again, reentrant=True), 4)):
+        ran.clear()
+        for owner in (plain, model):
+            owner.zero_grad()
+            run(owner).backward()
+        assert ran["all_reduce"] == count, name
+        for (path, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), path
 
 
 @pytest.mark.usefixtures("one_of_two")
