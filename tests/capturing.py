@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.sizes.depth import capture
+from rkmate.graph.sizes.again import capture
 from rkmate.pipeline import prepare as pipeline
 from rkmate.pipeline import search as planning
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare

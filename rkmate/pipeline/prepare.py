@@ -33,7 +33,7 @@ from rkmate.graph.capture.refusals import refuse_gradients_in_place, tell_of_ful
 from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
 from rkmate.graph.passes.cluster import Cluster
 from rkmate.graph.passes.table import simplify
-from rkmate.graph.sizes.depth import capture
+from rkmate.graph.sizes.again import capture
 from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
 from rkmate.ir.kernels import choose_kernels

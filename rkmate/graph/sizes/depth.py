@@ -22,7 +22,7 @@ from rkmate.graph.capture.capture import capture as capture_whole
 from rkmate.graph.capture.effects import Effects
 from rkmate.graph.capture.opaque import Opaque
 from rkmate.graph.capture.structure import form_of, take_apart
-from rkmate.graph.sizes.dry_run import Steps, dry_run
+from rkmate.graph.sizes.dry_run import Recording, Steps, dry_run
 from rkmate.graph.sizes.layers import UNITS, Layers, Run, layers_of, shorter
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.nodes import VALUE, WISH, add_like, is_backward, moved, renamed, sequence_number
@@ -41,21 +41,22 @@ class _Differs(Exception):
     """The whole is not what the shorter model says."""
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-            opaque: Opaque = ()) -> Capture:
-    """Return the joint graph of one training step, as `capture_whole` does. Of layers that are alike, a few
-    are traced, where that is certain to give the graph of the whole. Raises `CaptureError`,
-    `ArgumentError`."""
+def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+             opaque: Opaque = ()) -> tuple[Capture, Recording | None]:
+    """Return the joint graph of one training step, as `capture_whole` does, and the dry run of the step if
+    one was made. Of layers that are alike, a few are traced, where that is certain to give the graph of the
+    whole. Raises `CaptureError`, `ArgumentError`."""
     layers = layers_of(model) if opaque in ((), "auto") else None
     if layers is not None:
         try:
             return _by_layers(model, args, kwargs, layers)
         except (_Differs, CaptureError):
             pass
-    return capture_whole(model, args, kwargs, opaque)
+    return capture_whole(model, args, kwargs, opaque), None
 
 
-def _by_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layers: Layers) -> Capture:
+def _by_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+               layers: Layers) -> tuple[Capture, Recording]:
     check_once()
     load()
     tensors, inputs = take_apart((args, kwargs), result=False)
@@ -74,7 +75,7 @@ def _by_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     if found.recipe is not None or found.repeats or found.effects != Effects():
         raise _Differs("values or effects")
     with read_directly():
-        return replace(_Longer(found, layers).capture(), result=whole.result)
+        return replace(_Longer(found, layers).capture(), result=whole.result), whole
 
 
 def _in_order(layers: Layers, few: Steps) -> Layers:

@@ -260,7 +260,7 @@ def test_few_layers_give_the_capture_of_the_whole(made: Made, whole: list[nn.Mod
     torch.manual_seed(0)
     model, x = made()
     modules, parameters = list(model.modules()), list(model.named_parameters())
-    found = depth.capture(model, (x,), {})
+    found, _ = depth.captured(model, (x,), {})
     assert len(whole) == 1 and whole[0] is not model
     assert len(list(whole[0].modules())) < len(modules) == len(list(model.modules()))
     assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
@@ -280,7 +280,7 @@ def test_few_layers_give_the_capture_of_the_whole(made: Made, whole: list[nn.Mod
 def test_layers_that_differ_are_captured_one_by_one(made: Callable[[], nn.Module],
                                                     whole: list[nn.Module]) -> None:
     model, x = made(), torch.randn(2, 8)
-    found = depth.capture(model, (x,), {})
+    found, _ = depth.captured(model, (x,), {})
     assert whole[-1] is model
     assert text(found) == text(capture_whole(model, (x,), {}))
 
@@ -290,7 +290,7 @@ def test_an_error_is_that_of_the_whole_model() -> None:
     with pytest.raises(rkmate.CaptureError) as whole:
         capture_whole(model, (torch.randn(2, 8),), {})
     with pytest.raises(rkmate.CaptureError) as found:
-        depth.capture(model, (torch.randn(2, 8),), {})
+        depth.captured(model, (torch.randn(2, 8),), {})
     assert str(found.value) == str(whole.value)
     assert len(model.layers) == DEEP
 
@@ -328,7 +328,7 @@ def test_a_model_that_has_its_plan_in_itself(parts: Any, whole: list[nn.Module])
 def test_a_forward_of_ones_own_is_captured_with_all_layers(whole: list[nn.Module]) -> None:
     model, x = ALIKE["layers"]()
     model.forward = model.forward
-    depth.capture(model, (x,), {})
+    depth.captured(model, (x,), {})
     assert whole == [model]
     rkmate.apply(model, budget=1.0, progress=False, settings=rkmate.Settings(costs="analytic"))
     model(x).backward()
