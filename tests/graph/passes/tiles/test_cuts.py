@@ -28,6 +28,11 @@ def _turned(**options: Any) -> Made:
     return lambda x, w: F.conv_transpose2d(x, w, **options), (_x(2, 3, 6, 5), _x(3, 4, 3, 3))
 
 
+def _volume(images: int, **options: Any) -> Made:
+    shapes = (images, 3, 9, 5, 4), (4, 3, 3, 2, 3), (4,)
+    return lambda x, w, b: F.conv3d(x, w, b, **options), tuple(_x(*shape).float() for shape in shapes)
+
+
 def _of(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> Made:
     return function, tuple(_x(*shape) for shape in shapes)
 
@@ -39,6 +44,9 @@ CASES: dict[str, tuple[Made, int]] = {
     "convolution, strides": (_conv(padding=1, stride=2), 2),
     "convolution, far apart": (_conv(padding=3, dilation=2), 2),
     "convolution of volumes": (_of(lambda x, w: F.conv3d(x, w, padding=1), VOLUME, (2, 4, 3, 3, 3)), 2),
+    "layers of a volume": (_volume(1, padding=(1, 0, 1)), 2),
+    "layers, strides": (_volume(1, padding=(3, 0, 1), stride=2, dilation=(2, 1, 1)), 2),
+    "layers of one of several volumes": (_volume(3, padding=(1, 0, 1)), 0),
     "transposed": (_turned(stride=2), 2),
     "transposed, padding": (_turned(stride=2, padding=1, output_padding=1), 2),
     "transposed, strides of one": (_turned(padding=1), 2),
