@@ -141,6 +141,29 @@ def test_tiles_compute_what_the_whole_does(name: str, parts: int) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+def test_a_result_that_other_tiles_need_as_well_has_its_gradient_once() -> None:
+    def function(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = F.conv2d(x, v, padding=1)
+        return y, F.conv2d(y, w, padding=1)
+
+    inputs = _x(2, 3, 8, 6), _x(3, 3, 3, 3), _x(3, 3, 3, 3)
+    mode = FakeTensorMode()
+    graph = operations_of(function, [mode.from_tensor(x) for x in inputs])
+    ports = {n: Port(n, n, True) for n in graph.nodes if n.op == "placeholder"}
+    results: Any = graph.output_node().args[0]
+    stretch = Stretch("parts", graph, dict.fromkeys(results, 2), {}, ports, results=list(results))
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    expected = function(*leaves)
+    entering = [torch.randn_like(value) for value in expected]
+    backward = backward_of(stretch, stretch.results, [[p] for p in ports.values()], "backward", 2)
+    assert backward is not None
+    tiled, keys = backward
+    given = dict(zip(ports, inputs, strict=True))
+    found = tiled(*(given[of] for of, _ in keys), *entering)
+    for mine, theirs in zip(found, torch.autograd.grad(expected, leaves, entering), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 @pytest.mark.parametrize(("function", "shape", "dim"), [
     (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=True), IMAGE, 2),
     (lambda x: F.pad(x, (0, 0, 1, 1), mode="replicate"), IMAGE, 2),
