@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import is_random
+from rkmate.graph.passes.tiles import windows
 from rkmate.graph.passes.tiles.norms import normalized
 from rkmate.graph.passes.tiles.pieces import (
     Band,
@@ -73,204 +74,6 @@ def _broadcast(operands: Sequence[fx.Node], shape: Sequence[int], band: Band) ->
         if dim >= 0 and shape_of(operand)[dim] == shape[band.dim]:
             found.append((operand, Band(dim, band.start, band.stop)))
     return found
-
-
-# -- Rules: windows --------------------------------------------------------------------------------
-
-
-def _per_dim(given: Any, count: int) -> list[int]:
-    numbers = list(given) if isinstance(given, (list, tuple)) else [given]
-    return numbers * count if len(numbers) == 1 else numbers
-
-
-def _window(size: int, band: Band, stride: int, padding: int, reach: int) -> tuple[int, int, int, int]:
-    """Return the range of an operand of `size` that a range of the result sees through windows of `reach`,
-    and the padding before and after it."""
-    low, high = band.start * stride - padding, (band.stop - 1) * stride - padding + reach
-    start, stop = max(low, 0), min(high, size)
-    return start, stop, start - low, high - stop
-
-
-def _padded(tile: Write, x: Any, rank: int, dim: int, before: int, after: int, value: float) -> Any:
-    pads = [0] * (2 * (rank - dim))
-    pads[-2:] = before, after
-    return tile.call(aten.constant_pad_nd.default, x, pads, value)
-
-
-def _convolution(node: fx.Node, band: Band) -> Piece | None:
-    x, weight, _, stride, padding, dilation, transposed, output_padding, _ = arguments(node)
-    rank, k = len(shape_of(x)), band.dim - 2
-    if band.dim == 0:
-        return same(node, [(x, band)])
-    if band.dim == 1:
-        return None
-    strides, pads, steps, extra = (_per_dim(a, rank - 2) for a in (stride, padding, dilation, output_padding))
-    size, reach = shape_of(x)[band.dim], (shape_of(weight)[band.dim] - 1) * steps[k] + 1
-    if transposed:
-        return _transposed(node, band, strides, pads, extra, reach)
-    start, stop, before, after = _window(size, band, strides[k], pads[k], reach)
-    if stop <= start:
-        return None
-    need: Need = x, Band(band.dim, start, stop)
-
-    def write(tile: Write) -> fx.Node:
-        part, now = tile.get(need), list(pads)
-        now[k] = before if before == after else 0
-        if before != after:
-            part = _padded(tile, part, rank, band.dim, before, after, 0.0)
-        args: list[Any] = [tile.get((n, None)) if isinstance(n, fx.Node) else n for n in node.args[1:]]
-        args[3] = now
-        return tile.call(node.target, part, *args)
-
-    return Piece((need, *((n, None) for n in node.args[1:3] if isinstance(n, fx.Node))), write)
-
-
-def _transposed(node: fx.Node, band: Band, strides: list[int], pads: list[int], extra: list[int],
-                reach: int) -> Piece | None:
-    """Return a transposed convolution for a part of its result: what reaches into the part, without what lies
-    around it."""
-    x: Any = node.args[0]
-    k = band.dim - 2
-    first, last = band.start + pads[k], band.stop - 1 + pads[k]             # without padding taken off
-    start = max(0, -(-(first - reach + 1) // strides[k]))
-    stop = min(shape_of(x)[band.dim], last // strides[k] + 1)
-    if stop <= start:
-        return None
-    need: Need = x, Band(band.dim, start, stop)
-    more = max(0, last + 1 - ((stop - 1) * strides[k] + reach))
-    if more and more >= strides[k]:
-        return None
-
-    def write(tile: Write) -> fx.Node:
-        args: list[Any] = [tile.get((n, None)) if isinstance(n, fx.Node) else n for n in node.args[1:]]
-        args[3], args[6] = list(pads), list(extra)
-        args[3][k], args[6][k] = 0, more
-        made = tile.call(node.target, tile.get(need), *args)
-        offset, whole = first - start * strides[k], (stop - start - 1) * strides[k] + reach + more
-        return made if (offset, len(band)) == (0, whole) else tile.call(
-            aten.slice.Tensor, made, band.dim, offset, offset + len(band))
-
-    return Piece((need, *((n, None) for n in node.args[1:3] if isinstance(n, fx.Node))), write)
-
-
-def _max_pool(node: fx.Node, band: Band) -> Piece | None:
-    x, kernel, stride, padding, dilation, _ = arguments(node, (None, None, (), 0, 1, False))
-    shape = shape_of(x)
-    count = 3 if node.target is aten.max_pool3d_with_indices.default else 2
-    k = band.dim - (len(shape) - count)
-    if k < 0:
-        return same(node, [(x, band)])
-    sizes, steps, pads = _per_dim(kernel, count), _per_dim(dilation, count), _per_dim(padding, count)
-    strides = _per_dim(stride, count) if stride else sizes
-    start, stop, before, after = _window(shape[band.dim], band, strides[k], pads[k],
-                                         (sizes[k] - 1) * steps[k] + 1)
-    if stop <= start or not value_of(x).is_floating_point():
-        return None
-    need: Need = x, Band(band.dim, start, stop)
-
-    def write(tile: Write) -> fx.Node:
-        part, now = tile.get(need), list(pads)
-        now[k] = 0
-        if before or after:
-            part = _padded(tile, part, len(shape), band.dim, before, after, -math.inf)
-        return tile.call(node.target, part, sizes, strides, now, steps)
-
-    return Piece((need,), write)
-
-
-def _average_pool(node: fx.Node, band: Band) -> Piece | None:
-    x, kernel, stride, padding, ceil, *rest = arguments(node, (None, None, (), 0, False, True, None))
-    shape = shape_of(x)
-    count = 3 if node.target is aten.avg_pool3d.default else 2
-    k = band.dim - (len(shape) - count)
-    if k < 0:
-        return same(node, [(x, band)])
-    sizes, pads = _per_dim(kernel, count), _per_dim(padding, count)
-    strides = _per_dim(stride, count) if stride else sizes
-    start, stop, before, after = _window(shape[band.dim], band, strides[k], pads[k], sizes[k])
-    if stop <= start or before or after or ceil:
-        return None
-    need: Need = x, Band(band.dim, start, stop)
-
-    def write(tile: Write) -> fx.Node:
-        now = list(pads)
-        now[k] = 0
-        return tile.call(node.target, tile.get(need), sizes, strides, now, ceil, *rest)
-
-    return Piece((need,), write)
-
-
-def _by_images(node: fx.Node, band: Band) -> Piece | None:
-    """Cut what works on each image of a batch by itself (or on each channel, adaptive pooling)."""
-    return same(node, [(node.all_input_nodes[0], band)]) if band.dim == 0 else None
-
-
-def _upsampled(count: int, *, reach: int) -> Rule:
-    """Make the rule of an interpolation between pixels that are `reach` apart, at multiples of the size."""
-    def rule(node: fx.Node, band: Band) -> Piece | None:
-        x: Any = node.args[0]
-        size: Any = node.args[1]
-        shape, k = shape_of(x), band.dim - (len(shape_of(x)) - count)
-        if k < 0:
-            return same(node, [(x, band)])
-        factor, left = divmod(size[k], shape[band.dim])
-        if left or (reach and node.args[2]):                # corners are aligned
-            return None
-        start = max(0, band.start // factor - reach)
-        stop = min(shape[band.dim], (band.stop - 1) // factor + 1 + reach)
-        need: Need = x, Band(band.dim, start, stop)
-
-        def write(tile: Write) -> fx.Node:
-            now = list(size)
-            now[k] = (stop - start) * factor
-            aligned = [node.args[2]] if reach else []
-            made = tile.call(node.target, tile.get(need), now, *aligned, *[None] * count)
-            offset = band.start - start * factor
-            return made if (offset, len(band)) == (0, now[k]) else tile.call(
-                aten.slice.Tensor, made, band.dim, offset, offset + len(band))
-
-        return Piece((need,), write)
-    return rule
-
-
-def _pixel_shuffle(node: fx.Node, band: Band) -> Piece | None:
-    x: Any = node.args[0]
-    factor: Any = node.args[1]
-    rank = len(shape_of(x))
-    if band.dim < rank - 3:
-        return same(node, [(x, band)])
-    if band.dim == rank - 3:
-        return None
-    start, stop = band.start // factor, (band.stop - 1) // factor + 1
-    need: Need = x, Band(band.dim, start, stop)
-
-    def write(tile: Write) -> fx.Node:
-        made = tile.call(node.target, tile.get(need), factor)
-        offset = band.start - start * factor
-        return made if (offset, len(band)) == (0, (stop - start) * factor) else tile.call(
-            aten.slice.Tensor, made, band.dim, offset, offset + len(band))
-
-    return Piece((need,), write)
-
-
-def _pixel_unshuffle(node: fx.Node, band: Band) -> Piece | None:
-    x: Any = node.args[0]
-    factor: Any = node.args[1]
-    rank = len(shape_of(x))
-    if band.dim == rank - 3:
-        return None
-    by = factor if band.dim > rank - 3 else 1
-    return same(node, [(x, Band(band.dim, band.start * by, band.stop * by))])
-
-
-def _pad(node: fx.Node, band: Band) -> Piece | None:
-    x, pads, value = arguments(node, (None, None, 0.0))
-    k = 2 * (len(shape_of(node)) - 1 - band.dim)
-    if k >= len(pads) or not (pads[k] or pads[k + 1]):
-        return same(node, [(x, band)])
-    start, stop, before, after = _window(shape_of(x)[band.dim], band, 1, pads[k], 1)
-    now = [*pads[:k], before, after, *pads[k + 2:]]
-    return same(node, [(x, Band(band.dim, start, stop))], args=(x, now, value)) if stop > start else None
 
 
 # -- Rules: norms and attention --------------------------------------------------------------------
@@ -463,17 +266,8 @@ EVEN = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 """Operations whose results all have the first one's dimensions."""
 
 RULES: dict[Any, Rule] = {
-    aten.convolution.default: _convolution,
-    aten.max_pool2d_with_indices.default: _max_pool, aten.max_pool3d_with_indices.default: _max_pool,
-    aten.avg_pool2d.default: _average_pool, aten.avg_pool3d.default: _average_pool,
-    aten._adaptive_avg_pool2d.default: _by_images, aten._adaptive_avg_pool3d.default: _by_images,
-    aten.upsample_nearest2d.default: _upsampled(2, reach=0),
-    aten.upsample_nearest3d.default: _upsampled(3, reach=0),
-    aten.upsample_bilinear2d.default: _upsampled(2, reach=1),
-    aten.upsample_trilinear3d.default: _upsampled(3, reach=1),
-    aten.pixel_shuffle.default: _pixel_shuffle, aten.pixel_unshuffle.default: _pixel_unshuffle,
+    **windows.RULES,
     aten._prelu_kernel.default: _pointwise, aten.hardswish.default: _pointwise,
-    aten.constant_pad_nd.default: _pad,
     aten.native_layer_norm.default: _layer_norm, aten.native_group_norm.default: _group_norm,
     aten._native_batch_norm_legit_no_training.default: _batch_norm,
     aten.native_batch_norm.default: _batch_norm, aten._native_batch_norm_legit.no_stats: _batch_norm,

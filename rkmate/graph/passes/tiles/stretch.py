@@ -119,6 +119,8 @@ class Stretch:
         added = [sum_of(r) for r in results if r in self.sums]
         found = spread(self.operations, bands, {n: self.part(n, k, parts) for n in added}, {
             n: _part(shape_of(n)[dim], dim, k, parts) for n, dim in norms.items()})
+        if found is not None:
+            found.own = {r: self.part(r, k, parts) for r in results if r in self.dims}
         return None if found is None else self._shared(found)
 
     def _shared(self, cover: Cover) -> Cover | None:
@@ -143,6 +145,9 @@ class Cover:
 
     bands: dict[fx.Node, Band]
     """The part of each operation's result, and of each value from outside where it is read in parts."""
+    own: dict[fx.Node, Band] = field(init=False, default_factory=dict)
+    """The part of each result that no other tile makes: others may compute more of it, as its readers need
+    it."""
     whole: set[fx.Node]
     """Values from outside that are read whole."""
     pieces: dict[fx.Node, Piece]
@@ -272,8 +277,9 @@ class _Writing:
                 self.values[node] = made[0] if isinstance(made, tuple) else made
             if node in self.cover.counted:
                 statistics += self.cover.counted[node].write(self)
-        self.graph.output((*(self.get((r, self.cover.bands[r])) if r in self.cover.bands else self.values[r]
-                             for r in results), *statistics))
+        own = self.cover.own
+        self.graph.output((*(self.get((r, own[r])) if r in own else self.values[r] for r in results),
+                           *statistics))
 
 
 def _narrow(value: Any, band: Band | None) -> torch.Tensor:
@@ -331,7 +337,7 @@ def forward_of(stretch: Stretch, results: Sequence[fx.Node], name: str, parts: i
     if written is None:
         return None
     kept = list(dict.fromkeys(key for w in written for key, _ in w.inputs) if keys is None else keys)
-    tiles = [Tile(graph, takes, tuple(w.cover.bands.get(r) for r in results), range(len(results)))
+    tiles = [Tile(graph, takes, tuple(w.cover.own.get(r) for r in results), range(len(results)))
              for w, (graph, takes) in zip(written, _forward_tiles(written, kept), strict=True)]
     made = [Part(tuple(v.shape), v.dtype, v.device, stretch.dims.get(r))
             for r in results for v in [r.meta[VALUE]]]
@@ -441,7 +447,7 @@ def backward_of(stretch: Stretch, entering: Sequence[fx.Node], groups: Sequence[
         for w in written:
             if len({g for _, g in w.inputs} - {None}) < len(reached):
                 return None
-            takes = [*_taken(w, kept), *(w.cover.bands.get(r) for r in entering)]
+            takes = [*_taken(w, kept), *(w.cover.own.get(r) for r in entering)]
             text = f"{w.graph}{[b and (b.dim, len(b)) for b in takes]}{reads}"
             if text not in known:
                 more = [*zip((r.meta[VALUE] for r in entering), takes[len(kept):], strict=True),

@@ -22,13 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate import device as devices
 from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.passes.joint import Joint, readers_of
 from rkmate.graph.passes.tiles.cuts import EVEN, piece, summand, summed
 from rkmate.graph.passes.tiles.matching import Matcher
 from rkmate.graph.passes.tiles.norms import moved_on, norm_of
-from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, shape_of, value_of
+from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, shape_of
 from rkmate.graph.passes.tiles.rewrite import call_meta, item_of, late_nodes, put_in_order
 from rkmate.graph.passes.tiles.stretch import (
     STATISTICS,
@@ -44,6 +43,7 @@ from rkmate.graph.passes.tiles.stretch import (
     sum_of,
 )
 from rkmate.graph.passes.tiles.wide_products import heads_of
+from rkmate.graph.passes.tiles.windows import windows_bytes
 from rkmate.torch_seam.nodes import VALUE, is_backward, wish_of
 from rkmate.torch_seam.trace import operations_of
 
@@ -67,8 +67,6 @@ SMALL = 0.5
 A_PART = 0.02
 """Parts of a stretch with norms cost as much as this part of the work of the whole stretch: so much is
 computed again rather than to have one more."""
-_SMALL_VOLUME = 20480
-"""Elements of the first four dimensions up to which torch does not hand a convolution to oneDNN."""
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _HEAVY = (aten.convolution.default, *_PRODUCTS, aten.bmm.default)
 
@@ -289,20 +287,10 @@ def _alone(node: fx.Node, moving: Collection[fx.Node]) -> float:
         return 0.0
     if node.target is aten.add.Tensor:
         return float(_bytes(node))
-    found = _bytes(node) + sum((2 if n in moving else 1) * _bytes(n) for n in node.all_input_nodes)
-    return found * (2 if node.target is aten.convolution.default else 1) + _columns(node)
-
-
-def _columns(node: fx.Node, share: float = 1.0) -> float:
-    """Return the bytes of the windows of a small volume, which torch's kernel on a CPU lays side by side.
-    `share`: of the dimension that is cut."""
-    if node.target is not aten.convolution.default or value_of(node).dim() != 5 \
-            or not devices.of(value_of(node)).cpu_kernels:
-        return 0.0
-    x, (made, channels, *kernel) = shape_of(node.args[0]), shape_of(node.args[1])
-    if node.args[6] or node.args[8] != 1 or math.prod(x[:4]) * share > _SMALL_VOLUME:
-        return 0.0
-    return channels * math.prod(kernel) * _bytes(node) / made * share
+    found = float(_bytes(node) + sum((2 if n in moving else 1) * _bytes(n) for n in node.all_input_nodes))
+    if node.target is aten.convolution.default:
+        found = 2 * found + windows_bytes(node, Band(0, 0, shape_of(node)[0]), cut=False)
+    return found
 
 
 def _looked_at(node: fx.Node) -> fx.Node:
@@ -398,12 +386,21 @@ class _Parting:
         least = min((shape_of(n)[labels.dims[n]] for n in nodes if n in labels.dims), default=most)
         for parts in sorted({most, *(n for n in (least, 16, 8, 4, 2) if 1 < n < most)}, reverse=True):
             work = self._work(nodes, made, norms, parts)
-            now = fixed + own * work / parts + max(_columns(n, work / parts) for n in nodes)
-            if work <= MOST_WORK and now < best.bytes:
+            if work > MOST_WORK:
+                continue
+            now = fixed + own * work / parts + max(self._windows(n, work / parts) for n in nodes)
+            if now < best.bytes:
                 best = _Plan(labels, nodes, parts, now, whole, len(norms) * work * own / self._all)
             if work < EXACT:
                 break
         return best
+
+    def _windows(self, node: fx.Node, share: float) -> float:
+        """Return the bytes of the windows that a convolution lays side by side for a share of its operand."""
+        if node.target is not aten.convolution.default or node not in self.labels.dims:
+            return 0.0
+        dim = self.labels.dims[node]
+        return windows_bytes(node, Band(dim, 0, math.ceil(share * shape_of(node.args[0])[dim])), cut=True)
 
     @functools.cached_property
     def _all(self) -> float:

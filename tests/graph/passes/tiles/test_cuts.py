@@ -28,6 +28,11 @@ def _turned(**options: Any) -> Made:
     return lambda x, w: F.conv_transpose2d(x, w, **options), (_x(2, 3, 6, 5), _x(3, 4, 3, 3))
 
 
+def _volume(images: int, **options: Any) -> Made:
+    shapes = (images, 3, 9, 5, 4), (4, 3, 3, 2, 3), (4,)
+    return lambda x, w, b: F.conv3d(x, w, b, **options), tuple(_x(*shape).float() for shape in shapes)
+
+
 def _of(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> Made:
     return function, tuple(_x(*shape) for shape in shapes)
 
@@ -39,6 +44,9 @@ CASES: dict[str, tuple[Made, int]] = {
     "convolution, strides": (_conv(padding=1, stride=2), 2),
     "convolution, far apart": (_conv(padding=3, dilation=2), 2),
     "convolution of volumes": (_of(lambda x, w: F.conv3d(x, w, padding=1), VOLUME, (2, 4, 3, 3, 3)), 2),
+    "layers of a volume": (_volume(1, padding=(1, 0, 1)), 2),
+    "layers, strides": (_volume(1, padding=(3, 0, 1), stride=2, dilation=(2, 1, 1)), 2),
+    "layers of one of several volumes": (_volume(3, padding=(1, 0, 1)), 0),
     "transposed": (_turned(stride=2), 2),
     "transposed, padding": (_turned(stride=2, padding=1, output_padding=1), 2),
     "transposed, strides of one": (_turned(padding=1), 2),
@@ -130,6 +138,29 @@ def test_tiles_compute_what_the_whole_does(name: str, parts: int) -> None:
     tiled, keys = backward
     found = tiled(*(by_port[of] for of, _ in keys), entering)[:len(gradients)]
     for mine, theirs in zip(found, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_result_that_other_tiles_need_as_well_has_its_gradient_once() -> None:
+    def function(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = F.conv2d(x, v, padding=1)
+        return y, F.conv2d(y, w, padding=1)
+
+    inputs = _x(2, 3, 8, 6), _x(3, 3, 3, 3), _x(3, 3, 3, 3)
+    mode = FakeTensorMode()
+    graph = operations_of(function, [mode.from_tensor(x) for x in inputs])
+    ports = {n: Port(n, n, True) for n in graph.nodes if n.op == "placeholder"}
+    results: Any = graph.output_node().args[0]
+    stretch = Stretch("parts", graph, dict.fromkeys(results, 2), {}, ports, results=list(results))
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    expected = function(*leaves)
+    entering = [torch.randn_like(value) for value in expected]
+    backward = backward_of(stretch, stretch.results, [[p] for p in ports.values()], "backward", 2)
+    assert backward is not None
+    tiled, keys = backward
+    given = dict(zip(ports, inputs, strict=True))
+    found = tiled(*(given[of] for of, _ in keys), *entering)
+    for mine, theirs in zip(found, torch.autograd.grad(expected, leaves, entering), strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
