@@ -82,6 +82,8 @@ class PartCall:
     """Of each output tensor, which result of its node it is."""
     taught: set[int] = field(default_factory=set)
     """Numbers of the outputs through which gradients came."""
+    strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of the gradient of each output, where no two of its numbers share a place."""
 
 
 class ObservedStep:
@@ -365,6 +367,8 @@ class ObservedStep:
             if 0 <= place < len(grads) and grads[place] is not None and (
                     (number, place) not in self._from_inside or (number, place) in self._from_outside):
                 call.taught.add(output)
+                if (number, place) not in self._from_inside and _is_spread_out(grads[place]):
+                    call.strides[output] = tuple(grads[place].stride())
 
     def _ends(self, number: int, then: Sequence[tuple[int, int]], found: Sequence[Any],
               given: Sequence[Any]) -> None:
@@ -393,6 +397,19 @@ class ObservedStep:
                 self._pending[node, place] = _sizes((grad,))
                 inside = owner == self._owner_of[node] != REST
                 (self._from_inside if inside else self._from_outside).add((node, place))
+
+
+def _is_spread_out(tensor: torch.Tensor) -> bool:
+    """Return whether no two numbers of a tensor share a place in memory."""
+    if tensor.layout is not torch.strided:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return True
 
 
 def _sizes(tensors: Iterable[Any]) -> dict[int, int]:
