@@ -357,6 +357,8 @@ class Parts:
     def _next_step(self) -> None:
         """Before a call from outside: plan what was observed, where its backward was."""
         step = self._step
+        if step is not None and not self._inside:
+            step.finish()
         if self._again and not self._inside and (step is None or step.backward_seen):
             self._again = self._is_planned = False
             self._step = step = None
@@ -391,10 +393,11 @@ class Parts:
         beside, alone, early = step.beside + left, step.alone + left + step.loss, step.early
         first = min((call.number for k in kinds for _, call in k.calls), default=0)
         for call in (call for k in self._kinds if k not in kinds for _, call in k.calls):
+            level = max(call.level + call.peak, call.backward) + left
             if call.number < first:
-                early = max(early, call.level + left + call.peak)
+                early = max(early, level)
             else:
-                alone = max(alone, call.level + left + call.peak)
+                alone = max(alone, level)
         modules = [self._modules_of(kind, kinds) for kind in kinds]
         kept = held = extra = 0
         """Bytes that all calls keep as they are, also those that were left out of the step; that they hold
@@ -603,6 +606,8 @@ class Parts:
     def _forget(self) -> None:
         """Observe nothing any more."""
         self._stop_watching()
+        if self._step is not None:
+            self._step.finish()
         self._step = None
         self._alike.clear()
 

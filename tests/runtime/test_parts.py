@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rkmate
-from rkmate.measure.step import measure_step
+from rkmate.measure.step import measure_peak, measure_step
 from rkmate.planners.several_calls import Item, Way, share_out, smallest_limit
 from rkmate.runtime.parts import Watch
 from tests.options import options_of
@@ -115,6 +115,25 @@ class Checkpointed(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
         return out
+
+
+class Wasteful(torch.autograd.Function):
+    """Takes memory in its backward, as reversible layers do that compute again there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * torch.ones(100, *grads[0].shape).mean(0)
+
+
+class Outside(Stack):
+    """The model itself takes the most memory in the backward."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(Wasteful.apply(x * self.scale), y)
 
 
 class Coder(nn.Module):
@@ -414,6 +433,18 @@ def test_a_budget_that_the_rest_exceeds_names_the_smallest_one() -> None:
     for seed in range(3):
         train(model, plainly, seed)
     assert planned_parts(model)
+
+
+def test_what_the_rest_takes_in_its_backward_is_measured() -> None:
+    model = Outside([Layer() for _ in range(4)], drop=0.3)
+    model.scale = nn.Parameter(torch.ones(()))
+    whole = max(peak(copy.deepcopy(model), plainly, seed) for seed in range(4))
+    applied(model, whole // 2)
+    train(model, plainly, 0)
+    assert measure_peak(lambda: None).peak == 0      # what goes on between two calls gives way
+    with pytest.raises(rkmate.InfeasibleBudget, match="the rest of the step takes") as error:
+        train(model, plainly, 1)
+    assert 0.9 * whole < error.value.minimum_bytes <= 1.02 * whole
 
 
 def test_named_parts_and_never() -> None:
