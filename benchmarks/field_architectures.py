@@ -163,8 +163,9 @@ ARCHITECTURES: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
 """Name, model, configuration, its options, batch, budget."""
 
 
-def _architecture(name: str, model: str, config: str, options: dict[str, Any], batch: str,
-                  budget: float) -> Scenario:
+def architecture(name: str, model: str, config: str, options: dict[str, Any], batch: str,
+                 budget: float) -> Scenario:
+    """A model of transformers that trains on a batch."""
     def make() -> Task:
         torch.manual_seed(0)
         return calling(made(model, config, options), BATCHES[batch]())
@@ -406,4 +407,4 @@ TRAINERS = (
     training("torch", "a moving average", "model", _averaged),
 )
 
-SCENARIOS: tuple[Scenario, ...] = (*(_architecture(*row) for row in ARCHITECTURES), *TRAINERS)
+SCENARIOS: tuple[Scenario, ...] = (*(architecture(*row) for row in ARCHITECTURES), *TRAINERS)

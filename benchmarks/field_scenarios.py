@@ -128,7 +128,7 @@ BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
 def loss_of(output: Any) -> torch.Tensor:
     """The loss of a model's output, or a number made of its first tensor."""
     if getattr(output, "loss", None) is not None:
-        return output.loss  # type: ignore[no-any-return]
+        return output.loss if not output.loss.dim() else output.loss.mean()  # type: ignore[no-any-return]
     first = next(v for v in output.values() if isinstance(v, torch.Tensor) and v.requires_grad)
     return first.float().pow(2).mean()
 
@@ -286,6 +286,8 @@ TRANSFORMERS = (
     _hf("wav2vec2, ctc", "Wav2Vec2ForCTC", "Wav2Vec2", {
         **SPEECH, "layerdrop": 0.0, "apply_spec_augment": False}, "spoken"),
     _hf("wav2vec2, default", "Wav2Vec2ForCTC", "Wav2Vec2", SPEECH, "spoken", budget=0.9),
+    _hf("wav2vec2, default, checkpointing", "Wav2Vec2ForCTC", "Wav2Vec2", SPEECH, "spoken",
+        change=_checkpointing(False), lines=".gradient_checkpointing_enable()", budget=0.9),
     _hf("hubert, default", "HubertForSequenceClassification", "Hubert", SPEECH, "sound", budget=0.9),
 )
 

@@ -101,11 +101,19 @@ class _Tracked:
 
 
 _measuring = threading.Lock()
+_giving_way: list[Callable[[], None]] = []
+
+
+def give_way_by(stop: Callable[[], None]) -> None:
+    """Call `stop` when another measurement is to begin: for one that goes on between two calls of a user."""
+    _giving_way[:] = [stop]
 
 
 @contextmanager
 def profiling() -> Iterator[Any]:
     """Profile memory events inside the context. Read the yielded profiler after the context."""
+    while _giving_way:
+        _giving_way.pop()()
     if not _measuring.acquire(blocking=False):
         raise MeterError("memory is being measured already: measurements cannot be nested, and one "
                          "thread at a time can measure")

@@ -265,7 +265,7 @@ class Outputs(NamedTuple):
     """The outputs of a step, by number."""
 
     forms: tuple[tuple[tuple[int, ...], torch.dtype, tuple[int, ...]] | None, ...]
-    """Shape, dtype and strides of each in the trace."""
+    """Shape and dtype of each in the trace, and the strides of its gradient."""
     tangents: tuple[tuple[int, str], ...]
     """The tensors that the backward takes a gradient of, with the key of the gradient."""
     fixed: tuple[int, ...]
@@ -284,9 +284,11 @@ class Outputs(NamedTuple):
 
 def _outputs(capture: Capture, program: Program) -> Outputs:
     meta = [n.meta[VALUE] if n is not None else None for n in program.joint.outputs]
+    gradients = {int(s.key): n.meta[VALUE] for n, s in capture.sources.items() if s.kind == "tangent"}
     wanted = program.joint.wanted
     return Outputs(
-        tuple([None if m is None else (tuple(m.shape), m.dtype, tuple(m.stride())) for m in meta]),
+        tuple([None if m is None else (tuple(m.shape), m.dtype, tuple(gradients.get(i, m).stride()))
+               for i, m in enumerate(meta)]),
         tuple([(i, f"grad_output_{i}") for i, w in enumerate(wanted) if w]),
         tuple([i for i, w in enumerate(wanted) if not w]),
         tuple([i for i, d in enumerate(capture.differentiable) if d and not wanted[i]]),

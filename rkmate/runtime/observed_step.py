@@ -2,22 +2,24 @@
 and which gradients are in flight.
 
 Saved tensors are counted where autograd packs them and lets them go, each storage once. Gradients are counted
-where autograd's nodes hand them on. On the CPU, the forward is measured, too: what is not saved, and
-temporary memory inside of operations. In the backward, temporary memory inside of an operation is not seen.
+where autograd's nodes hand them on. On the CPU, forward, loss and backward are measured, too: what is not
+saved, temporary memory inside of operations, and what a backward computes again.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from rkmate.device.events import give_way_by
 from rkmate.device.protocol import MeterError, PartsMeter
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.tensors import storage_id
@@ -27,8 +29,8 @@ _MADE = 5
 noise, sample and divergence of a latent distribution."""
 _SCALAR = 64
 """Bytes of an output that is no input of a loss, but a loss."""
-REST = 0
-"""The number of what belongs to no part."""
+REST = _LOSS = 0
+"""The number of what belongs to no part, and of what the caller does between forward and backward."""
 
 
 @dataclass
@@ -73,6 +75,9 @@ class PartCall:
     """Bytes that the rest held when it began."""
     peak: int = 0
     """Bytes that its forward took on top of that, at most; 0 where nothing was measured."""
+    backward: int = 0
+    """Bytes that the rest and its backward took together, at most, without what it has saved; 0 where nothing
+    was measured."""
     saved: int = 0
     """Bytes that it alone has saved."""
     outputs: list[tuple[Any, int] | None] = field(default_factory=list)
@@ -82,6 +87,8 @@ class PartCall:
     """Of each output tensor, which result of its node it is."""
     taught: set[int] = field(default_factory=set)
     """Numbers of the outputs through which gradients came."""
+    strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of the gradient of each output, where no two of its numbers share a place."""
     backwards: Counter[int] = field(default_factory=Counter)
     """For each node that an output comes from, how often its backward has begun."""
 
@@ -94,6 +101,12 @@ class ObservedStep:
         nothing does."""
         self._meter = meter
         self._stretch: Any = None
+        self._backward: tuple[AbstractContextManager[object], int] | None = None
+        """The run of the meter from the end of the forward on, and its thread."""
+        self._levels: dict[int, tuple[int, int]] = {}
+        """Of each node of the backward: what the rest held, and what gradients took when it began; and what
+        parts held."""
+        self._calls: dict[int, PartCall] = {}
         self._stretches: list[PartCall | tuple[int, bool]] = []
         """Stretches of the forward: calls of parts; of others, what the rest held at the beginning, and
         whether parts were called before."""
@@ -130,7 +143,8 @@ class ObservedStep:
         self.early = 0
         """Bytes that the rest takes before the first part was called, or after the last one's backward."""
         self.loss = 0
-        """Bytes that a loss allocates that is computed from what the latest outermost call returns."""
+        """Bytes that a loss takes that is computed from what the latest outermost call returns: three times
+        the outputs, until it was measured."""
         self.between = 0
         """Bytes that the caller makes of what the earlier ones return, and keeps."""
         self.kept = 0
@@ -145,6 +159,7 @@ class ObservedStep:
         """Around a call that contains everything to observe. `given`: its arguments."""
         self._depth += 1
         if self._depth == 1:
+            self.finish()
             self._given = {k for t in tensors_in(given) if t.grad_fn is None and (k := key_of(t)) is not None}
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self._measured():
@@ -153,6 +168,8 @@ class ObservedStep:
             self._depth -= 1
             if not self._depth:
                 self._nodes.clear()
+        if not self._depth:
+            self._measure_backward()
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
@@ -241,6 +258,7 @@ class ObservedStep:
         call.shared = {k for k, t in enumerate(tensors) if t.requires_grad and t.grad_fn is None}
         self._count += 1
         self._open.append(call)
+        self._calls[call.number] = call
         try:
             call.level = self._saved[REST] + self.unsaved
             with self.apart():
@@ -366,15 +384,60 @@ class ObservedStep:
 
     def _begins(self, number: int, results: Sequence[tuple[PartCall, int]], grads: Sequence[Any]) -> None:
         self.backward_seen = True
+        if self._backward is not None and self._meter is not None:
+            self._end_stretch()
+            self._stretch = self._meter.part(number)
+            self._stretch.__enter__()
         for call, output in results:
             place = call.places[output]
             if 0 <= place < len(grads) and grads[place] is not None and (
                     (number, place) not in self._from_inside or (number, place) in self._from_outside):
                 call.taught.add(output)
+                if (number, place) not in self._from_inside and _is_spread_out(grads[place]):
+                    call.strides[output] = tuple(grads[place].stride())
+
+    def _measure_backward(self) -> None:
+        """Measure the caller's loss, and then each node of the backward."""
+        if self._meter is None:
+            return
+        running = self._meter.running()
+        try:
+            running.__enter__()
+        except MeterError:                      # somebody measures, or profiles
+            return
+        self._backward = running, threading.get_ident()
+        give_way_by(self.finish)
+        self._levels.clear()
+        self._stretch = self._meter.part(_LOSS)
+        self._stretch.__enter__()
+
+    def finish(self) -> None:
+        """Read what was measured since the forward. Called in the next forward, or by another measurement: a
+        profiler that is stopped inside of a backward runs again, as autograd restores its thread's state."""
+        running, self._backward = self._backward, None
+        if running is None or self._meter is None or running[1] != threading.get_ident():
+            return
+        self._end_stretch()
+        running[0].__exit__(None, None, None)
+        peaks = self._meter.peaks()
+        if self.backward_seen:
+            self.loss = peaks.get(_LOSS, self.loss)
+        for number, (level, others) in self._levels.items():
+            level += peaks.get(number, 0)
+            self.peak = max(self.peak, level + others)
+            call = self._calls.get(self._owner_of[number])
+            if call is not None:
+                call.backward = max(call.backward, level)
+            elif others:
+                self.alone = max(self.alone, level)
+            else:
+                self.early = max(self.early, level)
 
     def _ends(self, number: int, then: Sequence[tuple[int, int]], found: Sequence[Any],
               given: Sequence[Any]) -> None:
         self.backward_seen = True
+        if self._backward is not None:
+            self._end_stretch()
         for taken in [p for p in self._pending if p[0] == number]:
             del self._pending[taken]
         owner = self._owner_of[number]
@@ -384,6 +447,8 @@ class ObservedStep:
             (waiting if self._owner_of[node] != owner or owner == REST else sizes).update(grads)
         running = _sizes(given) | _sizes(found)
         rest = self._saved[REST] + self.unsaved + self.outputs
+        self._levels[number] = (rest + sum((waiting | sizes | _sizes(given)).values()),
+                                self._saved.total() - self._saved[REST])
         if owner == REST:
             level = rest + sum((waiting | running).values())
             if self._saved.total() > self._saved[REST]:
@@ -399,6 +464,19 @@ class ObservedStep:
                 self._pending[node, place] = _sizes((grad,))
                 inside = owner == self._owner_of[node] != REST
                 (self._from_inside if inside else self._from_outside).add((node, place))
+
+
+def _is_spread_out(tensor: torch.Tensor) -> bool:
+    """Return whether no two numbers of a tensor share a place in memory."""
+    if tensor.layout is not torch.strided:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return True
 
 
 def _count(call: weakref.ref[PartCall], node: int, grads: Sequence[Any]) -> None:

@@ -25,9 +25,9 @@ from rkmate.device.random_state import RandomState
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.state import HostDraws
-from rkmate.graph.capture.structure import take_apart
+from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.pipeline.attempts import Planned
-from rkmate.pipeline.part_plans import PartWays, ways_of, with_terms
+from rkmate.pipeline.part_plans import PartWays, more_ways, ways_of, with_terms
 from rkmate.pipeline.prepare import Traced, trace
 from rkmate.planners.several_calls import Item, Way, share_out, smallest_limit
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
@@ -38,9 +38,12 @@ from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.modules import compiled_call, own_call, replace_call
+from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.patches.autograd import region_of
+from rkmate.torch_seam.patches.features import GRADIENTS
 from rkmate.torch_seam.tensors import inside_backward, without_saved_tensor_hooks
-from rkmate.torch_seam.trace import inside_transform
+from rkmate.torch_seam.trace import gradients_laid_out, inside_transform
+from rkmate.torch_seam.versions import is_off
 
 logger = logging.getLogger("rkmate")
 
@@ -118,12 +121,16 @@ class Kind:
     """Calls in the latest observed step that has some."""
     observed_in: int = 0
     """The number of that step."""
+    given: tuple[Structure, list[torch.Tensor]] | None = None
+    """The arguments of the captured call, until it is planned."""
     stale: bool = False
     """Whether the captured call's tensors are gone."""
     known_shared: frozenset[int] = frozenset()
     """Numbers of the arguments whose gradients plans hand out as terms of a sum."""
     ways: PartWays | None = None
     """The schedules that they may follow, once these are known."""
+    share: float = 1.0
+    """The share of what its calls hold that schedules were looked for."""
 
     @property
     def saved(self) -> int:
@@ -314,6 +321,8 @@ class Parts:
                     refuse_what_cannot_repeat(module, args, kwargs)
                     kind.call = module, guards_of(ModuleReader(module), args, kwargs)[0]
                     kind.traced = trace(module, args, kwargs, self._settings("all"), Progress(False))
+                    tensors, structure = take_apart((args, kwargs), result=False)
+                    kind.given = structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors]
                     kind.sizes, kind.ways, kind.stale = sizes, None, False
             except RkmateError as error:
                 if self.named:
@@ -348,6 +357,8 @@ class Parts:
     def _next_step(self) -> None:
         """Before a call from outside: plan what was observed, where its backward was."""
         step = self._step
+        if step is not None and not self._inside:
+            step.finish()
         if self._again and not self._inside and (step is None or step.backward_seen):
             self._again = self._is_planned = False
             self._step = step = None
@@ -382,23 +393,33 @@ class Parts:
         beside, alone, early = step.beside + left, step.alone + left + step.loss, step.early
         first = min((call.number for k in kinds for _, call in k.calls), default=0)
         for call in (call for k in self._kinds if k not in kinds for _, call in k.calls):
+            level = max(call.level + call.peak, call.backward) + left
             if call.number < first:
-                early = max(early, call.level + left + call.peak)
+                early = max(early, level)
             else:
-                alone = max(alone, call.level + left + call.peak)
-        budget = self._planning.budget.of(step.peak)
+                alone = max(alone, level)
+        modules = [self._modules_of(kind, kinds) for kind in kinds]
+        kept = held = extra = 0
+        """Bytes that all calls keep as they are, also those that were left out of the step; that they hold
+        with plans that compute nothing again; and that one takes on top while its backward runs, at most."""
+        for kind, found in zip(kinds, modules, strict=True):
+            whole = self._ways(kind, self._planning.budget.of(step.peak)).whole
+            calls, each = sum(calls for _, calls in found), kind.saved / len(kind.calls)
+            kept += round(each * calls)
+            held += round((whole.saved if kind.is_checkpointed else each) * calls)
+            extra = max(extra, whole.extra + kind.is_checkpointed * whole.saved)
+        most = max(step.peak + kept - sum(k.saved for k in kinds), beside + kept + extra)
+        budget = self._planning.budget.of(most)
+        share = (budget - beside) / max(1, held)
         items: list[Item] = []
         places: list[tuple[Kind, nn.Module]] = []
         counts: Counter[nn.Module] = Counter()
-        modules = [self._modules_of(kind, kinds) for kind in kinds]
-        whole = sum(round(k.saved / len(k.calls) * sum(calls for _, calls in found))
-                    for k, found in zip(kinds, modules, strict=True))
-        """Bytes that all calls save, also those that were left out of the step."""
-        most = step.peak + whole - sum(k.saved for k in kinds)
         for kind, found in zip(kinds, modules, strict=True):
-            ways = self._ways(kind, budget, (budget - beside) / max(1, whole))
+            assert kind.ways is not None
+            if share < kind.share:
+                kind.ways, kind.share = more_ways(kind.ways, share), share
             for module, calls in found:
-                items.append(Item(scaled(ways.ways, *kind.sizes_of(module)), calls))
+                items.append(Item(scaled(kind.ways.ways, *kind.sizes_of(module)), calls))
                 places.append((kind, module))
                 counts[module] += calls
         # Gradients of several calls are added up, and wait for the last call's.
@@ -440,7 +461,7 @@ class Parts:
         self._tell_of(step, kinds, places, budget, beside, taken)
         for kind in self._kinds:
             if kind.traced is not None:
-                kind.traced = replace(kind.traced, tensors={})
+                kind.traced, kind.given = replace(kind.traced, tensors={}), None
         inside = {id(m) for part in self.planned for m in part.modules()}
         self._watch(m for m in unseen if id(m) not in inside and kind_key(m) not in saved
                     and any(p.requires_grad for p in m.parameters()))
@@ -456,7 +477,26 @@ class Parts:
             warn(f"{name} is called through other methods than its forward, and nothing of that can be "
                  f"planned: it keeps {step.kept:,} bytes for the backward, outside of the budget")
 
-    def _ways(self, kind: Kind, budget: int, share: float) -> PartWays:
+    def _lay_out(self, kind: Kind) -> None:
+        """Capture a call again where gradients come in other layouts than those of its outputs: kernels round
+        by layouts."""
+        assert kind.traced is not None and kind.call is not None and kind.given is not None
+        capture = kind.traced.capture
+        strides = dict(Counter(tuple(c.strides.items()) for _, c in kind.calls).most_common(1)[0][0])
+        traced = {int(s.key): n.meta[VALUE] for n, s in capture.sources.items() if s.kind == "tangent"}
+        if is_off(GRADIENTS) or all(k not in traced or is_laid_out(traced[k], found)
+                                    for k, found in strides.items()):
+            return
+        wanted = [strides.get(k) for k, differentiable in enumerate(capture.differentiable) if differentiable]
+        structure, tensors = kind.given
+        args, kwargs = structure.fill(list(tensors))
+        with contextlib.suppress(RkmateError), gradients_laid_out(wanted):
+            kind.traced = trace(kind.call[0], args, kwargs, self._settings("all"), Progress(False))
+            kind.ways = None
+
+    def _ways(self, kind: Kind, budget: int) -> PartWays:
+        if kind.ways is None:
+            self._lay_out(kind)
         traced, taught = kind.traced, kind.taught
         assert traced is not None
         wanted = tuple(k in taught for k in range(len(traced.wanted)))
@@ -464,7 +504,8 @@ class Parts:
             kind.known_shared = kind.shared
             traced = kind.traced = replace(traced, wanted=wanted, settings=self._settings(taught),
                                            capture=with_terms(traced.capture, kind.shared))
-            kind.ways = ways_of(traced, self._planning.planner, lambda blocked: budget, share)
+            kind.ways = ways_of(traced, self._planning.planner, lambda blocked: budget, 1.0)
+            kind.share = 1.0
         return kind.ways
 
     def _modules_of(self, kind: Kind, kinds: Sequence[Kind]) -> list[tuple[nn.Module, int]]:
@@ -565,6 +606,8 @@ class Parts:
     def _forget(self) -> None:
         """Observe nothing any more."""
         self._stop_watching()
+        if self._step is not None:
+            self._step.finish()
         self._step = None
         self._alike.clear()
 
@@ -599,6 +642,11 @@ def scaled(ways: Sequence[Way], average: float, largest: float) -> Sequence[Way]
     """The figures of schedules for calls of other sizes."""
     return ways if average == largest == 1 else [
         Way(w.seconds * average, ceil(w.saved * average), ceil(w.extra * largest)) for w in ways]
+
+
+def is_laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Return whether a tensor has these strides, apart from those of dimensions of one."""
+    return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
 def kind_key(module: nn.Module) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import itertools
 import logging
 import threading
 import warnings
@@ -89,6 +90,25 @@ def export_joint(program: nn.Module, tensors: Sequence[torch.Tensor],
     with ExitStack() as stack:
         return aot_export_joint_with_descriptors(stack, program, tuple(tensors),
                                                  decompositions=dict(instead or {})).graph_module
+
+
+@contextmanager
+def gradients_laid_out(strides: Sequence[tuple[int, ...] | None]) -> Iterator[None]:
+    """Let the joint graphs that this thread traces take the gradients of their outputs with these strides, in
+    the order of the outputs that have gradients; None: with the output's."""
+    analysis = importlib.import_module("torch._functorch._aot_autograd.collect_metadata_analysis")
+    plain, here = analysis.coerce_tangent_and_suggest_memory_format, threading.get_ident()
+    following = itertools.cycle(strides)
+
+    def coerced(tangent: Any, *others: Any) -> Any:
+        found = plain(tangent, *others)
+        stride = next(following) if threading.get_ident() == here else None
+        if stride is None or len(stride) != tangent.dim():
+            return found
+        return (tangent.new_empty_strided(tangent.shape, stride), *found[1:])
+
+    with mock.patch.object(analysis, plain.__name__, coerced):
+        yield
 
 
 def load() -> None:

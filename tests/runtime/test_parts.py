@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rkmate
-from rkmate.measure.step import measure_step
+from rkmate.measure.step import measure_peak, measure_step
 from rkmate.planners.several_calls import Item, Way, share_out, smallest_limit
 from rkmate.runtime.parts import Watch
 from tests.options import options_of
@@ -80,9 +81,9 @@ class Shared(Stack):
 class Attending(nn.Module):
     """A layer inside of which a plannable part uses its input twice, and the layer itself once more."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner = Twice()
+        self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.inner(x)
@@ -97,6 +98,42 @@ class Twice(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.c(torch.tanh(self.a(x)) * torch.sigmoid(self.b(x)))
         return out
+
+
+class Convolving(nn.Module):
+    """A part whose result is transposed; its gradient is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolve = nn.Conv1d(32, 32, 8, padding=4, groups=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(self.convolve(x.T)[:, :-1]).T
+
+
+class Checkpointed(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return out
+
+
+class Wasteful(torch.autograd.Function):
+    """Takes memory in its backward, as reversible layers do that compute again there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * torch.ones(100, *grads[0].shape).mean(0)
+
+
+class Outside(Stack):
+    """The model itself takes the most memory in the backward."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(Wasteful.apply(x * self.scale), y)
 
 
 class Coder(nn.Module):
@@ -216,8 +253,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Step, float, list[str]]] = {
     "one layer looks at values": (lambda: Stack([Layer(), Layer(), Looking(), Layer()]), plainly, 0.7,
                                   ["layers.0", "layers.1", "layers.3"]),
     "one layer, several calls": (lambda: Shared([Layer()]), plainly, 0.6, ["layers.0"]),
-    "inputs that others use": (lambda: Stack([Attending() for _ in range(3)]), plainly, 0.8,
+    "inputs that others use": (lambda: Stack([Attending(Twice()) for _ in range(3)]), plainly, 0.8,
                                [f"layers.{k}.inner" for k in range(3)]),
+    "checkpointed layers are left out": (lambda: Stack([Checkpointed(32, 16) for _ in range(4)], drop=0.3),
+                                         plainly, 0.9, [f"layers.{k}" for k in range(4)]),
     "several backwards of one call": (lambda: Implicit([Looking(), *(Layer() for _ in range(4))]), plainly,
                                       0.7, [f"layers.{k}" for k in range(1, 5)]),
     "a sparse buffer": (Mixed, plainly, 0.7, [f"layers.{k}" for k in range(3)]),
@@ -396,6 +435,18 @@ def test_a_budget_that_the_rest_exceeds_names_the_smallest_one() -> None:
     assert planned_parts(model)
 
 
+def test_what_the_rest_takes_in_its_backward_is_measured() -> None:
+    model = Outside([Layer() for _ in range(4)], drop=0.3)
+    model.scale = nn.Parameter(torch.ones(()))
+    whole = max(peak(copy.deepcopy(model), plainly, seed) for seed in range(4))
+    applied(model, whole // 2)
+    train(model, plainly, 0)
+    assert measure_peak(lambda: None).peak == 0      # what goes on between two calls gives way
+    with pytest.raises(rkmate.InfeasibleBudget, match="the rest of the step takes") as error:
+        train(model, plainly, 1)
+    assert 0.9 * whole < error.value.minimum_bytes <= 1.02 * whole
+
+
 def test_named_parts_and_never() -> None:
     model = Stack([Layer() for _ in range(4)])
     plain = copy.deepcopy(model)
@@ -409,6 +460,14 @@ def test_named_parts_and_never() -> None:
     dropping = applied(Stack([Layer()], drop=0.3), 0.8, parts="never")
     with pytest.raises(rkmate.CaptureError, match="A random number decides"):
         plainly(dropping)
+
+
+def test_gradients_of_a_part_keep_their_layouts() -> None:
+    model = Stack([Attending(Convolving()) for _ in range(2)])
+    plain = copy.deepcopy(model)
+    applied(model, 10**9, parts="layers.*.inner")
+    same_steps(plain, model, plainly)
+    assert planned_parts(model) == ["layers.0.inner", "layers.1.inner"]
 
 
 def test_wrap_names_the_way_out() -> None:

@@ -29,6 +29,7 @@ REGIONS = "regions under torch.utils.checkpoint"
 INNER = "gradients inside of a forward"
 CUSTOM = "custom autograd functions"
 PATHS = "libraries on eager mode's path"
+GRADIENTS = "layouts of gradients from outside of a part"
 GUARDS = "quick guards"
 
 
@@ -258,6 +259,17 @@ def _custom_functions() -> None:
     assert x.grad is not None and x.grad.tolist() == [2.0, 2.0]
 
 
+def _gradients() -> None:
+    from rkmate.torch_seam import nodes, trace
+
+    trace.load()
+    with trace.quiet(), torch.enable_grad(), trace.gradients_laid_out([(1, 3)]):
+        x = torch.ones(3, 2)
+        program = torch.export.export(_Model(), (x,), strict=False).module()
+        graph = trace.export_joint(program, (x,)).graph
+    assert [n.meta[nodes.VALUE].stride() for n in graph.nodes if trace.is_tangent(n)] == [(1, 3)]
+
+
 def _paths() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -317,6 +329,7 @@ FEATURES = (
     Feature(CUSTOM, _custom_functions, None),
     Feature(PATHS, _paths, "models of transformers may hold explicit masks, and differ in their last bits"),
     Feature(GROUPS, _groups, "compile=True is refused"),
+    Feature(GRADIENTS, _gradients, "gradients of models that are planned by parts may differ in last bits"),
     Feature(GUARDS, _guards, "each planned call takes longer on the host"),
 )
 """Features of captures and of compiled groups, in the order of their checks."""
