@@ -29,7 +29,7 @@ from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.capture.capture import Capture, Source, as_there
-from rkmate.graph.capture.refusals import refuse_gradients_in_place, tell_of_full_masks
+from rkmate.graph.capture.refusals import refuse_gradients_in_place
 from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
 from rkmate.graph.passes.cluster import Cluster
 from rkmate.graph.passes.table import simplify
@@ -314,7 +314,6 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     if captured is None:
         with gc_pause(), progress.stage("capturing", None), capture_lock:
             captured = capture(model, args, kwargs, settings.opaque)
-        tell_of_full_masks(model, kwargs)
     settings = settings_that_keep(settings, captured)
     trains = trains_of(model, captured, settings.trains)
     if not any(captured.differentiable):

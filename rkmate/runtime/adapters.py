@@ -30,6 +30,7 @@ import torch
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.effects import Effects
+from rkmate.graph.capture.kinds import Kinds, kind_of
 from rkmate.graph.capture.recipe import Recipe, Recipes
 from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
@@ -165,6 +166,19 @@ class Observations(Adapter):
     def __init__(self) -> None:
         self._of: dict[Guards, Recipes] = {}
         self._seen: dict[Guards, set[tuple[str, ...]]] = {}
+        self._looked: dict[Any, set[int]] = {}
+        """Numbers of the arguments that a library looks at, by the structure of the arguments."""
+
+    def look(self, key: Guards, kinds: Kinds) -> Guards:
+        """Record that a library looks at arguments of such calls. Returns the key of one, with its kinds."""
+        if kinds:
+            self._looked.setdefault(key.structure, set()).update(k for k, _ in kinds)
+        return key._replace(kinds=tuple(sorted({**dict(key.kinds), **dict(kinds)}.items())))
+
+    def with_kinds(self, key: Guards, tensors: Sequence[torch.Tensor]) -> Guards:
+        """Return the key of a call, with the kinds of the arguments that a library looks at."""
+        numbers = sorted(self._looked.get(key.structure, ())) if self._looked else ()
+        return key._replace(kinds=tuple((k, kind_of(tensors[k])) for k in numbers)) if numbers else key
 
     def add(self, key: Guards, recipe: Recipe | None) -> Guards:
         """Record that a call of this signature was captured. Returns its key, with the forward's
@@ -191,7 +205,8 @@ class Observations(Adapter):
 
     def apply(self, call: Arguments) -> tuple[Arguments, None]:
         """Return the arguments with the observations in their key, and with what is computed of them."""
-        key = call.key
+        key = None if call.key is None else self.with_kinds(call.key, call.tensors)
+        call = call._replace(key=key)
         recipes = self._of.get(key) if self._of and key is not None else None
         if recipes is None or key is None:
             return call, None

@@ -87,7 +87,7 @@ class Original(NamedTuple):
                 stack.enter_context(torch.autocast(kind, dtype=given.get(kind), enabled=kind in given))
             args, kwargs = capture.inputs.fill(list(tensors))
             now, _ = guards_of(self.reader, args, kwargs)
-            if now._replace(values=self.key.values) != self.key:
+            if now._replace(kinds=self.key.kinds, values=self.key.values) != self.key:
                 raise BackwardError("the module was changed between the forward and a backward with "
                                     f"create_graph=True, which runs the forward once more: {_INSTEAD}")
             return take_apart(self.run(args, kwargs), result=True)[0]

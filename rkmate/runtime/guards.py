@@ -12,6 +12,7 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.kinds import Kinds
 from rkmate.graph.capture.state import Assigned
 from rkmate.graph.capture.structure import take_call_apart
 from rkmate.runtime.snapshot import (
@@ -85,6 +86,8 @@ class Guards(NamedTuple):
     """Kernels that torch may choose: of attention (`sdpa_kernel`), and of cuDNN."""
     places: Part
     default_dtype: torch.dtype
+    kinds: Kinds = ()
+    """Kinds of those tensors among the arguments whose values a library looks at."""
     values: tuple[str, ...] = ()
     """Observations of the inputs' values by the forward, if it looks at them."""
 
@@ -255,6 +258,7 @@ _WORDS = {
     "kernels": "which kernels torch may choose (sdpa_kernel, torch.backends.cudnn.enabled)",
     "places": "the shapes, dtypes, devices or strides of parameters or buffers, or which of them are tied",
     "default_dtype": "the default dtype",
+    "kinds": "which of its masks are all ones, or which positions are in order",
     "values": "what its forward reads from the values of its inputs, or how many elements they pick",
 }
 

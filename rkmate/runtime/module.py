@@ -128,6 +128,7 @@ class PlannedModule(StandIn):
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None = None) -> None:
         """Plan for calls like this one. `plan`: a plan to follow. Raises `PlanError` if it does not fit."""
         key, tensors = guards_of(self._reader, args, kwargs)
+        key = self._plans.observations.with_kinds(key, tensors)
         known = self._plans.make(key, args, kwargs, plan)
         self._reader.follow(known.capture)
         self.__dict__["_latest"] = self._plans.current(known, known.capture.given(tensors))
@@ -155,7 +156,7 @@ class PlannedModule(StandIn):
         """Plan for the sample at several lengths. If padding values are given, pad later calls to these
         lengths."""
         for some, named in lengths.samples(args, kwargs):
-            key, _ = guards_of(self._reader, some, named)
+            key = self._plans.observations.with_kinds(*guards_of(self._reader, some, named))
             self._reader.follow(self._plans.make(key, some, named).capture)
         self._adapt(lengths)
 

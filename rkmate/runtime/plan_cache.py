@@ -181,7 +181,8 @@ class PlanCache:
         """`saved`: plans to follow if they fit, instead of searching for one."""
         self.model = traceable(model)
         self.planning = planning
-        self._prototypes = [s for s in saved if isinstance(s, Prototype)]
+        self.observations = Observations()
+        self._prototypes = self._looking([s for s in saved if isinstance(s, Prototype)])
         self._saved = [s.planned.plan if isinstance(s, Prototype) else s for s in saved]
         self._kept: OrderedDict[Guards, Specialization] = OrderedDict()
         self._last: tuple[Guards, Specialization] | None = None
@@ -191,7 +192,6 @@ class PlanCache:
         self.open_calls = OpenCalls(planning.calls_at_once, counts=planning.counts_calls)
         self.new_sizes = NewSizes()
         self.reads = Reads()
-        self.observations = Observations()
         self._ranks: Ranks | None = None
         """The ranks that make plans for new signatures together; None: each process plans alone."""
         self._engines = planning.engines or Engines(planning.settings.offload)
@@ -218,10 +218,14 @@ class PlanCache:
     def follow(self, prototypes: Sequence[Prototype]) -> None:
         """Forget all plans, and follow these from now on."""
         with self._lock:
-            self._prototypes = [*prototypes]
+            self._prototypes = self._looking(prototypes)
             self._saved = [p.planned.plan for p in prototypes]
             self._kept.clear()
             self._last = None
+
+    def _looking(self, prototypes: Sequence[Prototype]) -> list[Prototype]:
+        """Return prototypes whose keys have the kinds of the arguments that libraries look at."""
+        return [replace(p, key=self.observations.look(p.key, p.traced.capture.looked)) for p in prototypes]
 
     @property
     def latest_capture(self) -> Capture | None:
@@ -317,7 +321,7 @@ class PlanCache:
                                    error.minimum_bytes) from error
         budget = budget.at_least(executable.plan.budget_bytes)
         self.planning = replace(self.planning, budget=budget)
-        key = self.observations.add(key, traced.capture.recipe)
+        key = self.observations.add(self.observations.look(key, captured.looked), captured.recipe)
         # What is kept holds no tensors of this call.
         known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
         if derived is None and captured.recipe is None and like is None and not groups_of(captured.graph):

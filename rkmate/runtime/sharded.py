@@ -313,7 +313,7 @@ class Sharded:
         args, kwargs = self._arguments
         kwargs = {**kwargs, GIVEN: self._given()}
         with self._stubs():
-            key, _ = guards_of(tail.reader, args, kwargs)
+            key = tail.cache.observations.with_kinds(*guards_of(tail.reader, args, kwargs))
             if tail.cache.find(key) is not None:
                 return True
             try:

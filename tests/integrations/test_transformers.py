@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import rkmate
 from rkmate.runtime import module as modules
@@ -25,6 +26,7 @@ from tests.semantics.steps import Tower
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+MASKS: Any = importlib.import_module("transformers.masking_utils")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning",
                                         "ignore::DeprecationWarning", "error::rkmate.RkmateWarning")
@@ -320,23 +322,39 @@ def test_as_a_context_it_is_taken_off_after_an_error() -> None:
 
 
 class Masked(nn.Module):
-    """What a model of transformers shows of itself and takes."""
+    """Attention that leaves out a mask of ones in eager mode, as a model of transformers does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.config, self.body = SimpleNamespace(_attn_implementation="sdpa"), nn.Linear(4, 4)
+        self.embed, self.qkv, self.head = nn.Embedding(9, 16), nn.Linear(16, 48), nn.Linear(16, 9)
 
-    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return self.body(x * attention_mask)  # type: ignore[no-any-return]
+    def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        n, seen = ids.shape[1], attention_mask.to(torch.bool)
+        x = self.embed(ids)
+        q, k, v = self.qkv(x).unflatten(-1, (2, 24)).transpose(1, 2).chunk(3, -1)
+        if MASKS._ignore_causal_mask_sdpa(seen, n, n, 0, 0):
+            x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            causal = torch.ones(n, n, dtype=torch.bool).tril() & seen[:, None, None]
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=causal)
+        return F.cross_entropy(self.head(x.transpose(1, 2).flatten(2)).flatten(0, 1), ids.flatten())
 
 
-@pytest.mark.parametrize("padding", [0, 1])
-def test_a_mask_of_ones_is_told_of_once(padding: int, caplog: pytest.LogCaptureFixture) -> None:
-    importlib.import_module("transformers.masking_utils")
-    model, mask = Masked(), torch.ones(3, 4, dtype=torch.long)
-    mask[0, :padding] = 0
-    with caplog.at_level(logging.WARNING, "rkmate"):
-        for _ in range(2):
-            rkmate.wrap(model, (torch.randn(3, 4),), {"attention_mask": mask}, budget=1.0,
-                        **options_of(**OPTIONS))
-    assert caplog.text.count("the attention_mask of Masked is all ones") == 1 - padding
+def test_a_mask_of_ones_is_left_out_as_in_eager_mode() -> None:
+    """Calls with a mask of ones and with padding have a plan each, and either is derived for other sizes."""
+    model = Masked()
+    wrapped = rkmate.wrap(copy.deepcopy(model), *_masked(12, 0), budget=1.0, **options_of(**OPTIONS))
+    for n, padding in [(12, 0), (12, 3), (12, 0), (16, 0), (16, 3), (20, 0), (20, 3), (20, 0)]:
+        results = []
+        for module in (model, wrapped):
+            args, kwargs = _masked(n, padding)
+            loss = module(*args, **kwargs)
+            results.append([loss, *torch.autograd.grad(loss, [*module.parameters()])])
+        assert all(map(torch.equal, *results)), (n, padding)
+    assert len(wrapped._plans) == 6 and wrapped._plans.new_sizes.derived == 2
+
+
+def _masked(n: int, padding: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    mask = torch.ones(3, n, dtype=torch.long)
+    mask[1, n - padding:] = 0
+    return (torch.arange(3 * n).reshape(3, n) * 5 % 9,), {"attention_mask": mask}

@@ -106,7 +106,13 @@ def add_remaining_self_loops(edges: torch.Tensor, nodes: int) -> torch.Tensor:
 class Convolution(nn.Linear):
     add_self_loops = True
 
+    def __init__(self, pools: bool) -> None:
+        super().__init__(8, 8)
+        self.pools = pools
+
     def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        if self.pools:
+            x = x[x[:, 0] > 0]
         near = edges + (x.sum() > 0)        # who is a neighbour is computed, too
         source, target = add_remaining_self_loops(near.clamp_max(len(x) - 1), len(x))
         return torch.zeros_like(x).index_add(0, target, super().forward(x)[source])
@@ -114,4 +120,6 @@ class Convolution(nn.Linear):
 
 def test_searching_for_self_loops_names_the_argument() -> None:
     with pytest.raises(rkmate.CaptureError, match=r"add_self_loops=False.*Graphs"):
-        planned(Convolution(8, 8), torch.randn(6, 8), torch.randint(0, 6, (2, 12)))
+        planned(Convolution(pools=False), torch.randn(6, 8), torch.randint(0, 6, (2, 12)))
+    with pytest.raises(rkmate.CaptureError, match=r"number of elements that a mask .* picks.*Routing"):
+        planned(Convolution(pools=True), torch.randn(6, 8), torch.randint(0, 6, (2, 12)))

@@ -30,6 +30,7 @@ from rkmate.graph.capture.effects import (
     repeated,
     told_apart,
 )
+from rkmate.graph.capture.kinds import Kinds, Looked, kinds_of
 from rkmate.graph.capture.opaque import Opaque, with_opaque
 from rkmate.graph.capture.recipe import Recipe
 from rkmate.graph.capture.refusals import (
@@ -122,6 +123,8 @@ class Capture:
     recipe: Recipe | None = None
     """Computes the graph's further inputs, which follow the arguments' tensors in number; None if the forward
     needs no values."""
+    looked: Kinds = ()
+    """Arguments whose values a library has looked at, with the kinds that the graph is for."""
     repeats: tuple[int, ...] = ()
     """Inputs that a planned step gets once more, with the numbers after all others: the gradient of each is
     handed out as the terms of a sum, which autograd adds up with those of other users."""
@@ -147,12 +150,16 @@ class _Found:
         self.differentiates = True
 
 
+_Told = Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]]
+
+
 class _Flat(nn.Module):
     """The module with a flat list of tensors in and out; non-tensors are baked in."""
 
-    def __init__(self, model: nn.Module, inputs: Structure, before: PythonState) -> None:
+    def __init__(self, model: nn.Module, inputs: Structure, before: PythonState, told: _Told) -> None:
         super().__init__()
         self.model = model
+        self._told = told
         self.found = _Found()
         self._inputs = inputs
         self._before = before
@@ -164,7 +171,7 @@ class _Flat(nn.Module):
         before = self._inputs.held_by_objects(args, kwargs)
         members = members_of(args, kwargs)
         with repaired("forward", self.model), contextlib.nullcontext() if is_off(INNER) else \
-                noting_inner_gradients(self.found.note_gradient), as_dtensors():
+                noting_inner_gradients(self.found.note_gradient), as_dtensors(), self._told(tensors):
             out, placed = local_results(self.model(*args, **kwargs))
         changed = [(k, held) for k, (held, ids) in self._inputs.held_by_objects(args, kwargs).items()
                    if ids != before[k][1]]
@@ -188,10 +195,11 @@ class _Flat(nn.Module):
         return [t.clone() for t in flat]
 
 
-def flat_module(model: nn.Module, inputs: Structure, before: PythonState) -> _Flat:
+def flat_module(model: nn.Module, inputs: Structure, before: PythonState, told: _Told) -> _Flat:
     """Return a module with a flat list of tensors in and out; non-tensors are baked in. After it has run,
-    `found.structure` is the structure around its outputs."""
-    flat = _Flat(model, inputs, before)
+    `found.structure` is the structure around its outputs. `told`: returns the context for a forward
+    on some tensors, in which libraries know values of them."""
+    flat = _Flat(model, inputs, before, told)
     flat.training = model.training
     return flat
 
@@ -428,7 +436,8 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     with unchanged_random_state(*devices.in_use()), warnings.catch_warnings(), torch.inference_mode(False), \
             torch.enable_grad(), quiet(), graphs_without_code(), repaired("trace", model):
         warnings.simplefilter("ignore")
-        flat = flat_module(model, inputs, PythonState(model))
+        looked = Looked(kinds_of(tensors))
+        flat = flat_module(model, inputs, PythonState(model), looked.begun)
         program = None
         try:
             program = _export(flat, tuple(tensors), values)
@@ -445,7 +454,7 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     refuse_sparse(model, module.graph)
     repair_joint(module.graph)
     found = _read(module, model, program, inputs, structure, values, flat.found.outputs)
-    return replace(found, effects=flat.found.effects), flat.found.assigned
+    return replace(found, effects=flat.found.effects, looked=looked.found), flat.found.assigned
 
 
 def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +32,6 @@ from rkmate.torch_seam.modules import (
 from rkmate.torch_seam.nodes import VALUE, is_backward
 from rkmate.torch_seam.patches.libraries import (
     is_observer,
-    mask_that_eager_drops,
     routed_by_loops,
     weight_made_by,
 )
@@ -312,7 +310,7 @@ def _static_form(model: nn.Module, error: Exception, place: str) -> str:
     if "_ctc_loss" in str(error) or (type(model).__name__.endswith("CTC") and not _DRAWN.search(place)):
         return ("a CTC loss reads its lengths. Let the model return its logits (call it without labels), and "
                 "compute the loss from them ('Speech' in docs/recipes.md); else, ")
-    if any(getattr(m, "add_self_loops", False) is True for m in model.modules()):     # PyTorch Geometric
+    if "self_loops" in "".join(traceback.format_exception(error)):      # PyTorch Geometric
         return ("self-loops are searched for. Add them to the data once (AddRemainingSelfLoops), and build "
                 "the layer with add_self_loops=False ('Graphs' in docs/recipes.md); else, ")
     if "nonzero" in str(error) or "(Size-like symbols: u" in str(error):
@@ -537,19 +535,3 @@ def flags_to_plan(model: nn.Module, training: bool | None) -> Iterator[None]:
     finally:
         for m, flag in before:
             m.training = flag
-
-
-# -- Masks of ones ---------------------------------------------------------------------------------
-
-_told_of_masks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def tell_of_full_masks(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Say, once for each model, that eager mode would leave out a mask that the plan keeps."""
-    name = "" if model in _told_of_masks else mask_that_eager_drops(model, kwargs)
-    if name:
-        _told_of_masks.add(model)
-        logger.warning(
-            "the %s of %s is all ones: eager mode drops such a mask. The plan serves every mask and computes "
-            "with it, so last bits may differ, and the mask takes memory. Pass no %s where no row is padded",
-            name, type(model).__name__, name)

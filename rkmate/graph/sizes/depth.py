@@ -20,6 +20,7 @@ from rkmate.graph.capture import hints
 from rkmate.graph.capture.capture import Capture, Source
 from rkmate.graph.capture.capture import capture as capture_whole
 from rkmate.graph.capture.effects import Effects
+from rkmate.graph.capture.kinds import kinds_of
 from rkmate.graph.capture.opaque import Opaque
 from rkmate.graph.capture.structure import form_of, take_apart
 from rkmate.graph.sizes.dry_run import Recording, Steps, dry_run
@@ -62,12 +63,13 @@ def _by_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     tensors, inputs = take_apart((args, kwargs), result=False)
     forms = [form_of(t) for t in tensors]
     short = shorter(model, layers)
-    few = dry_run(short, inputs, forms, steps=True)
+    looked = tuple(kinds_of(tensors).items())
+    few = dry_run(short, inputs, forms, looked=looked, steps=True)
     if few is None or few.steps is None:
         raise _Differs("no dry run")
     layers = _in_order(layers, few.steps)
     pattern = pattern_of(few.steps, layers)         # before the whole's dry run, which takes longer
-    whole = dry_run(model, inputs, forms, steps=True)
+    whole = dry_run(model, inputs, forms, looked=looked, steps=True)
     if whole is None or whole.steps is None:
         raise _Differs("no dry run of the whole")
     compare(few.steps, whole.steps, layers, pattern)

@@ -25,11 +25,13 @@ from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.graph.capture.capture import flat_module
 from rkmate.graph.capture.collectives import communicates
+from rkmate.graph.capture.kinds import Kinds, Looked
 from rkmate.graph.capture.repairs import repaired, ways_to_export
 from rkmate.graph.capture.state import HostDraws, PythonState
 from rkmate.graph.capture.structure import Structure, TensorForm, form_of, like
 from rkmate.torch_seam.containers import pytree, tensors_in
 from rkmate.torch_seam.modules import buffers_of, parameters_of
+from rkmate.torch_seam.patches.libraries import values_told
 from rkmate.torch_seam.schema import schema_of
 from rkmate.torch_seam.tensors import (
     FakeTensor,
@@ -95,9 +97,9 @@ class _Refused(Exception):
 
 
 def dry_run(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm], *,
-            steps: bool = False) -> Recording | None:
-    """Record the training step of a call with these tensors; None where that is not possible. `steps`: keep
-    the operations, too.
+            looked: Kinds = (), steps: bool = False) -> Recording | None:
+    """Record the training step of a call with these tensors; None where that is not possible. `looked`: kinds
+    of tensors whose values libraries look at. `steps`: keep the operations, too.
 
     The model is left as it was. What the step asks of values, or draws on the host, is not possible.
     """
@@ -105,7 +107,7 @@ def dry_run(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm], *,
     try:
         for way in ways_to_export(model):
             try:
-                recorded = _record(model, inputs, forms, way, before, steps)
+                recorded = _record(model, inputs, forms, Looked(dict(looked)), way, before, steps)
                 draws.refuse_change(model)
                 return recorded
             except KeyboardInterrupt:
@@ -119,7 +121,7 @@ def dry_run(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm], *,
         before.restore()
 
 
-def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
+def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm], looked: Looked,
             way: Callable[[], AbstractContextManager[None]], state: PythonState,
             steps: bool) -> Recording:
     """Record a dry run. `state`: of the model; it is restored afterwards."""
@@ -131,7 +133,7 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
                         said_to_export(),
                         torch.autograd.set_multithreading_enabled(False), way()):
             stack.enter_context(context)
-        recorder = _Recorder()
+        recorder = _Recorder(looked)
         given = [recorder.enter(f) for f in forms]
         leaves = [t for t in given if t.requires_grad]
         learning = [str(k) for k, t in enumerate(given) if t.requires_grad]
@@ -153,7 +155,7 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
                             learning.append(names[-1])
                     registry[name] = registered[id(t)]
         recorder.real = frozenset(registered)
-        flat = flat_module(model, inputs, state)
+        flat = flat_module(model, inputs, state, lambda _: values_told(recorder.known))
         with recorder:
             outputs = flat(*given)
             found = [o for o in outputs if o.requires_grad]
@@ -215,8 +217,9 @@ _Origin = tuple[Any, Any, Any, int]
 class _Recorder(TorchDispatchMode):
     """Takes down every operation, and answers with tensors of the form that its result has."""
 
-    def __init__(self) -> None:
+    def __init__(self, looked: Looked) -> None:
         super().__init__()
+        self._looked = looked
         self.numbers: list[int | float] = []
         self._notes: list[Any] = []
         self._marks: list[tuple[int, int, int]] = []
@@ -343,8 +346,16 @@ class _Recorder(TorchDispatchMode):
         results = [None if x is None else self._new(x, (func, args, kwargs, k)) for k, x in enumerate(leaves)]
         return results[0] if spec.is_leaf() else pytree.tree_unflatten(results, spec)
 
+    def known(self, t: torch.Tensor) -> torch.Tensor | None:
+        """Return the value of a tensor; None where it depends on an input of no kind."""
+        try:
+            return self._value(t)
+        except _Refused:
+            return None
+
     def _value(self, of: torch.Tensor) -> torch.Tensor:
-        """Return the value of a tensor that depends on no input, which libraries ask for (position ids)."""
+        """Return the value of a tensor that depends on no input (position ids), or on those of a kind (masks
+        of ones), which libraries ask for."""
         values: dict[torch.Tensor, Any] = _ByIdentity()
         todo = [of]
         if self._wrote:
@@ -358,6 +369,10 @@ class _Recorder(TorchDispatchMode):
                 values[t] = t
                 continue
             origin = self._made[t.number][1]
+            given = self._looked.value(t.number, t.form) if origin is None else None
+            if given is not None:
+                values[t] = given
+                continue
             if origin is None:
                 raise _Refused("asks for a value")
             func, args, kwargs, k = origin

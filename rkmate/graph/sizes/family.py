@@ -74,10 +74,11 @@ def derived(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             known: Sequence[KnownCall]) -> tuple[Capture | None, Recording | None]:
     """Return the capture of a call from known ones, if that is certain; and the dry run of the call.
 
-    The calls differ in the sizes of their tensors alone; one thread at a time.
+    The calls differ in the sizes of their tensors alone, and arguments that libraries look at are of the same
+    kinds; one thread at a time.
     """
     tensors, structure = take_apart((args, kwargs), result=False)
-    new = dry_run(model, structure, [form_of(t) for t in tensors])
+    new = dry_run(model, structure, [form_of(t) for t in tensors], looked=known[-1].capture.looked)
     if new is None:
         return None, None
     _record(model, known)
@@ -97,7 +98,8 @@ def compare(model: nn.Module, known: Sequence[KnownCall]) -> None:
 def _record(model: nn.Module, known: Sequence[KnownCall]) -> None:
     for k in known:
         if not k.recorded:
-            k.recording, k.recorded = dry_run(model, k.capture.inputs, k.forms), True
+            k.recording, k.recorded = dry_run(model, k.capture.inputs, k.forms,
+                                                 looked=k.capture.looked), True
 
 
 def _alike(known: Sequence[KnownCall], new: Recording) -> tuple[list[Known], SideBySide | None]:

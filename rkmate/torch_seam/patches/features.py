@@ -279,7 +279,8 @@ def _paths() -> None:
 
     def function(x: torch.Tensor) -> torch.Tensor:
         places = torch.arange(3)
-        seen.extend((known_value(places), known_value(x)))
+        known = known_value(places)
+        seen.extend((None if known is None else known.tolist(), known_value(x)))
         return x + places
 
     with as_in_eager_mode():

@@ -3,14 +3,17 @@
 Hugging Face's transformers build explicit attention masks while they are exported, where eager mode
 leaves the masks out and tells the attention kernel that it is causal. A plan is for one shape, so
 what depends on shapes and constants alone may take eager's path: the arithmetic is then eager's, bit
-for bit, and the masks take no memory. What depends on the values of an input keeps the traced path.
+for bit, and the masks take no memory. What depends on the values of an input takes it where the capture
+knows them (`graph.capture.kinds`), and keeps the traced path elsewhere.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -23,13 +26,16 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from rkmate.torch_seam.schema import OpOverload
-from rkmate.torch_seam.tensors import is_unwrapped, unset_fake_temporarily
+from rkmate.torch_seam.schema import OpOverload, schema_of
+from rkmate.torch_seam.tensors import is_unwrapped, outside_trace
 
 _MASKS = "transformers.masking_utils"
 _EXPORTING = "is_torchdynamo_exporting"
 _TRACED = ("is_torchdynamo_compiling", _EXPORTING)
 """Functions by which transformers' source asks whether it is traced."""
+_TRACING = "is_tracing"
+_LOOKING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
+"""Functions of the masks that look at the values of their first argument, in eager mode alone."""
 _OBSERVERS = "transformers.utils.output_capturing"
 _ASKING_FOR_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
 """Hooks of transformers, peft and trl on an embedding, for checkpointing above frozen weights."""
@@ -77,20 +83,8 @@ def without_value_checks() -> Iterator[None]:
 
 def masks_as_in_eager_mode(model: nn.Module) -> AbstractContextManager[None] | None:
     """Let transformers make masks as in eager mode while a module is exported. A mask that depends on values
-    cannot be traced this way. None if the library is not loaded."""
+    that are not known cannot be traced this way. None if the library is not loaded."""
     return as_in_eager_mode() if _MASKS in sys.modules else None
-
-
-def mask_that_eager_drops(model: nn.Module, arguments: dict[str, Any]) -> str:
-    """Return the name of the argument that is a mask of ones, which transformers leave out in eager mode and
-    keep in a trace; empty if there is none."""
-    name = "attention_mask"
-    mask = arguments.get(name)
-    drops = _MASKS in sys.modules and any(
-        getattr(getattr(m, "config", None), "_attn_implementation", "") == "sdpa" for m in model.modules())
-    full = drops and isinstance(mask, torch.Tensor) and is_unwrapped(mask) and mask.dim() == 2 \
-        and not mask.is_meta and bool(mask.all())
-    return name if full else ""
 
 
 def sources_as_in_eager_mode(model: nn.Module) -> AbstractContextManager[None] | None:
@@ -131,19 +125,13 @@ def as_in_eager_mode() -> Iterator[None]:
     """Let loaded libraries decide as in eager mode, while a module is exported."""
     masks = sys.modules.get(_MASKS)
     with ExitStack() as stack:
-        if masks is not None and hasattr(masks, _EXPORTING):
+        if masks is None:
+            yield
+            return
+        if hasattr(masks, _EXPORTING):
             stack.enter_context(mock.patch.object(masks, _EXPORTING, _no))
-        if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
-            find = masks.find_packed_sequence_indices
-
-            def packed(position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                known = known_value(position_ids)
-                if known is not None and all(b - a == 1 for row in known
-                                             for a, b in zip(row, row[1:], strict=False)):
-                    return None        # one sequence in each row, whatever the inputs are
-                return find(position_ids, *args, **kwargs)
-
-            stack.enter_context(mock.patch.object(masks, "find_packed_sequence_indices", packed))
+        for name in filter(partial(hasattr, masks), _LOOKING):
+            stack.enter_context(mock.patch.object(masks, name, _answered(masks, getattr(masks, name))))
         yield
 
 
@@ -151,31 +139,95 @@ def _no() -> bool:
     return False
 
 
-def known_value(tensor: torch.Tensor) -> Any:
-    """Return the value, as nested lists, of a traced tensor that depends on no input; None when it does."""
+def _not_known(tensor: Any = None) -> bool:
+    return not is_unwrapped(tensor)
+
+
+def _answered(masks: ModuleType, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the masks that answers as in eager mode where the values of its first argument are
+    known in a trace."""
+    def answered(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        value = None if tensor is None else _here.value_of(tensor)
+        if value is not None:
+            with outside_trace(), mock.patch.object(masks, _TRACING, _not_known):
+                answer = function(value, *args, **kwargs)
+            if not isinstance(answer, torch.Tensor):
+                return answer
+        return function(tensor, *args, **kwargs)
+    return answered
+
+
+@contextmanager
+def values_told(value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+    """Let libraries know values of traced tensors, in place of those that depend on no input.
+
+    value_of: returns the value of a traced tensor; None if it is not known.
+    """
+    before, _here.value_of = _here.value_of, value_of
+    try:
+        yield
+    finally:
+        _here.value_of = before
+
+
+def node_of(tensor: torch.Tensor) -> fx.Node | None:
+    """Return the node of a traced tensor; None outside of a trace."""
     mode = proxy_tensor.get_proxy_mode()
-    if mode is None:
-        return None
-    found = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
+    found = None if mode is None else proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
     proxy = getattr(found, "proxy", None)
-    if not isinstance(proxy, fx.Proxy):
-        return None
+    return proxy.node if isinstance(proxy, fx.Proxy) else None
+
+
+def known_value(tensor: torch.Tensor, argument: Callable[[fx.Node], torch.Tensor | None] = lambda node: None
+                ) -> torch.Tensor | None:
+    """Return the value of a traced tensor; None when it depends on an input whose value is not known.
+
+    argument: returns the value of an input; None if it is not known.
+    """
+    last = node_of(tensor)
     needed: dict[fx.Node, None] = {}
-    todo = [proxy.node]
+    values: dict[fx.Node, Any] = {}
+    todo = [] if last is None else [last]
     while todo:
         node = todo.pop()
-        if node.op != "call_function" or not isinstance(node.target, OpOverload) \
+        if node.op == "placeholder":
+            values[node] = argument(node)
+            if values[node] is None:
+                return None
+        elif node.op != "call_function" or not isinstance(node.target, OpOverload) \
                 or torch.Tag.nondeterministic_seeded in node.target.tags:
             return None
         needed[node] = None
         todo += [n for n in node.all_input_nodes if n not in needed]
-    values: dict[fx.Node, Any] = {}
-    with proxy_tensor.disable_proxy_modes_tracing(), unset_fake_temporarily(), \
-            torch._C.DisableTorchFunction(), torch.no_grad():
-        for node in proxy.node.graph.nodes:        # in the order of the trace
-            if node in needed:
+    if last is None or _written_through_views(last.graph, needed):
+        return None
+    with outside_trace():
+        for node in last.graph.nodes:        # in the order of the trace
+            if node in needed and node not in values:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
-        result = values[proxy.node]
-        return result.tolist() if isinstance(result, torch.Tensor) else None
+    return values[last] if isinstance(values[last], torch.Tensor) else None
 
+
+def _written_through_views(graph: fx.Graph, values: Iterable[fx.Node]) -> bool:
+    """Return whether a graph writes to one of some values through a view, which the value's own node does not
+    show."""
+    values = set(values)
+    shared = set(values)
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload) and not shared.isdisjoint(node.all_input_nodes):
+            schema = schema_of(node.target)
+            if schema.is_mutable and node.args[0] in shared and node not in values:
+                return True
+            if any(r.alias_info is not None for r in schema.returns):
+                shared.add(node)
+    return False
+
+
+class _Here(threading.local):
+    """What is known of values in the trace of a thread."""
+
+    value_of: Callable[[torch.Tensor], torch.Tensor | None] = staticmethod(known_value)
+
+
+_here = _Here()
