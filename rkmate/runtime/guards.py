@@ -103,8 +103,10 @@ class ModuleReader:
     def follow(self, captured: Capture) -> None:
         """Note that a forward has assigned attributes, and would do so again: the state after the assignments
         means the same plan as the state before. What each planned forward assigns is not compared."""
-        if captured.effects.attributes:
-            self._attributes.leave_out({w.place: w.assigned.old for w in captured.effects.attributes})
+        effects = captured.effects
+        if effects.attributes or effects.collected:
+            self._attributes.leave_out({**{w.place: w.assigned.old for w in effects.attributes},
+                                        **{c.filled.place: c.filled.held for c in effects.collected}})
             self._walk = None
         if captured.assigned:
             self._attributes.follow(captured.assigned)
@@ -288,10 +290,16 @@ def _attributes(key: Guards, other: Guards) -> list[str]:
 
 
 def changing(key: Guards, others: Iterable[Guards]) -> list[str]:
-    """Return the attributes that had another value in each of the latest keys that are otherwise equal.
+    """Return what had another value in each of the latest keys that are otherwise equal: attributes by name,
+    or arguments.
 
     `others`: the latest last. Empty while the values are few.
     """
+    others = list(others)
+    numbers = [k.constants for k in others
+               if k.constants != key.constants and k._replace(constants=key.constants) == key]
+    if len({*numbers[1 - _MANY:], key.constants}) == _MANY:
+        return ["an argument that is no tensor"]
     alike = [k.attributes for k in others
              if k.attributes != key.attributes and k._replace(attributes=key.attributes) == key]
     if len(alike) < _MANY - 1:

@@ -370,6 +370,10 @@ class Parts:
         """Plan the parts of the step that was observed."""
         unseen = [m for m in self._watched if id(m) not in self._seen]
         self._stop_watching()
+        for kind in self._kinds:
+            if any(n > 1 for _, call in kind.calls for n in call.backwards.values()):
+                kind.traced, kind.why = None, ("a step takes several backwards of one call of it "
+                                               "(retain_graph=True), and a plan's activations serve one")
         saved = {key: sum(k.saved for k in alike) for key, alike in self._alike.items() if alike}
         kinds = [k for k in self._kinds if k.traced is not None and k.calls and k.taught
                  and (saved[k.key] >= WORTH * step.kept or k.is_checkpointed)]
