@@ -271,10 +271,12 @@ class Ranks:
 
 
 def _larger(one: Cost, other: Cost) -> Cost:
-    """Return the larger seconds and bytes of each kernel of an operation."""
+    """Return the larger seconds and bytes of each kernel of an operation. A rank may have found other kernels
+    worth keeping: those of `one` are kept then."""
+    others = other.alternatives if len(other.alternatives) == len(one.alternatives) else one.alternatives
     return Cost(max(one.time, other.time), max(one.overhead, other.overhead), tuple(
         Kernel(max(a.time, b.time), max(a.overhead, b.overhead))
-        for a, b in zip(one.alternatives, other.alternatives, strict=True)))
+        for a, b in zip(one.alternatives, others, strict=True)))
 
 
 def ranks_in(groups: Sequence[str]) -> Ranks | None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rkmate.errors import CaptureError
+from rkmate.torch_seam.own import own_operator
 from rkmate.torch_seam.schema import OpOverload, operator_name
 from rkmate.torch_seam.trace import inside_fake_mode
 
@@ -211,6 +213,30 @@ TRACED: dict[str, Callable[..., None]] = {
 """For functions of `torch.distributed`, what a trace runs instead."""
 
 
+class _TorchOfNorms:
+    """The name ``torch`` in the file of `nn.SyncBatchNorm`, while a forward is traced: every rank's batch has
+    elements, and running statistics are written where autograd and functionalization see it."""
+
+    cuda = SimpleNamespace(is_available=lambda: True, is_current_stream_capturing=lambda: True)
+    """Keeps the function from leaving out ranks without elements, by values that a trace does not have."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def batch_norm_gather_stats_with_counts(
+            input: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor, running_mean: torch.Tensor | None,
+            running_var: torch.Tensor | None, *others: Any) -> tuple[torch.Tensor, ...]:
+        if running_mean is None or running_var is None:
+            plain: Any = torch.batch_norm_gather_stats_with_counts
+            return tuple(plain(input, mean, invstd, running_mean, running_var, *others))
+        *found, new_mean, new_var = own_operator("statistics_of_ranks")(
+            input, mean, invstd, running_mean, running_var, *others)
+        running_mean.copy_(new_mean)
+        running_var.copy_(new_var)
+        return tuple(found)
+
+
 @contextmanager
 def functions_traced() -> Iterator[None]:
     """Let functions of `torch.distributed` that write to their arguments be traced as functional collectives,
@@ -221,6 +247,7 @@ def functions_traced() -> Iterator[None]:
     """
     from torch.distributed import _functional_collectives, distributed_c10d
     from torch.distributed.nn import functional as of_nn
+    from torch.nn.modules import _functions
 
     here = threading.get_ident()
 
@@ -251,4 +278,5 @@ def functions_traced() -> Iterator[None]:
             for module in (dist, distributed_c10d):
                 stack.enter_context(mock.patch.object(module, name, run))
         stack.enter_context(mock.patch.dict(remaps, instead))
+        stack.enter_context(mock.patch.object(_functions, "torch", _TorchOfNorms()))
         yield

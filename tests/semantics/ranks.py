@@ -1,10 +1,11 @@
-"""Tasks on two gloo ranks, or more, that start once and are killed at a time limit: no test that uses them
-can hang."""
+"""Tasks on two gloo ranks, or more, that start once, and are killed if they stop computing or compute for too
+long: no test that uses them can hang, and none fails because a machine is busy."""
 
 from __future__ import annotations
 
 import importlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import time
 import traceback
@@ -18,7 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 LIMIT = 240.0
-"""Seconds after which all ranks are killed."""
+"""Seconds of processor time after which a rank is killed, and the timeout of a group."""
+STILL = 90.0
+"""Seconds in which ranks that compute nothing are not killed yet."""
 Found = dict[str, list[dict[str, Any]]]
 """For each task, what each rank has found; ``failed`` if it raised, or did not come to an end."""
 
@@ -29,11 +32,18 @@ def found_by_ranks(module: str, folder: Path, patience: float = LIMIT, count: in
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_rank, args=(rank, module, str(folder), patience, count), daemon=True)
              for rank in range(count)]
-    end = time.monotonic() + LIMIT
     for process in ranks:
         process.start()
-    for process in ranks:
-        process.join(max(0.0, end - time.monotonic()))
+    spent = dict.fromkeys(ranks, 0.0)
+    begin = since = time.monotonic()
+    still = STILL + (patience if patience < LIMIT else 0.0)
+    while (alive := [p for p in ranks if p.is_alive()]) and max(spent.values()) < LIMIT \
+            and time.monotonic() - since < still:
+        multiprocessing.connection.wait([p.sentinel for p in alive], timeout=1.0)
+        for process in alive:
+            seconds = _processor_seconds(process.pid, begin)
+            if seconds > spent[process] + 0.1:
+                spent[process], since = seconds, time.monotonic()
     for process in ranks:
         process.kill()
         process.join()
@@ -41,6 +51,15 @@ def found_by_ranks(module: str, folder: Path, patience: float = LIMIT, count: in
     return {name: [torch.load(p, weights_only=False) if p.exists() else
                    {"failed": "this rank did not come to an end"} for p in paths]
             for name, paths in files.items()}
+
+
+def _processor_seconds(pid: int | None, begin: float) -> float:
+    """Return the processor time that a process has used; where there is no /proc, the time since `begin`."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0 if Path("/proc/self/stat").exists() else time.monotonic() - begin
+    return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _tasks(module: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from rkmate.ilp import OptionSettings
 from rkmate.measure.runs import Timings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
+from tests.semantics.batch_norm_kernels import SynchronizedNorm
 from tests.semantics.ranks import Found, are_equal, steps
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
@@ -350,6 +351,41 @@ def _slowed(rank: int) -> dict[str, Any]:
     return {"times": len(first), "equal": first == second, "slowest": slowest}
 
 
+class _Images(nn.Module):
+    """Convolutions with norms over the batches of all ranks, with kernels for the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (
+            nn.Conv2d(16, 16, 3, padding=1), SynchronizedNorm(16), nn.GELU())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def _synchronized(rank: int) -> dict[str, Any]:
+    """The norm of torch, planned; and next to a norm over the whole batch in one process."""
+    found: dict[str, Any] = {}
+    every = torch.randn(2, 32, 16, 16, 16, generator=torch.Generator().manual_seed(0))
+    plain, model = _Images(), _Images()
+    planned = rkmate.wrap(model, (every[rank],), budget=0.7, progress=False,
+                          settings=Settings(tiles="never", **QUICK))  # type: ignore[arg-type]
+    assert planned.plan is not None and planned.plan.variant == "plain"
+    unchanged = all(map(torch.equal, model.buffers(), plain.buffers()))
+    first, second = list[torch.Tensor](), list[torch.Tensor]()
+    found["exchanges"] = (_exchanges(lambda: first.extend(steps(planned, model, [every[rank]] * 2))),
+                          _exchanges(lambda: second.extend(steps(plain, plain, [every[rank]] * 2))))
+    found["equal"] = are_equal(first, second)
+    found["buffers"] = unchanged, all(map(torch.equal, model.buffers(), plain.buffers()))
+    place = devices.of(every)
+    found["peak"] = min(place.measure_peak(lambda: planned(every[rank]).backward(), timeline=False).peak
+                        for _ in range(4)), planned.plan.peak_bytes, planned.plan.budget_bytes
+    found["right"] = torch.allclose(SynchronizedNorm(16)(every[rank]), nn.functional.batch_norm(
+        every.flatten(0, 1), None, None, training=True)[32 * rank:32 * (rank + 1)], atol=1e-5)
+    return found
+
+
 def _another_shape(rank: int) -> dict[str, Any]:
     """A later length on both ranks, planned together; and another model on one rank."""
     model = _Net(_detached)
@@ -429,7 +465,8 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{name: lambda rank, turn=k % 2, way=way, opaque=opaque: _refused(rank, turn, way, opaque)
        for k, (name, (way, opaque)) in enumerate(REFUSED.items())},
     **{name: lambda rank, way=way: _planned(rank, way) for name, way in WAYS.items()},
-    "peaks": _peaks, "slowed": _slowed, "another shape": _another_shape, "too small": _too_small,
+    "synchronized": _synchronized, "peaks": _peaks, "slowed": _slowed, "another shape": _another_shape,
+    "too small": _too_small,
     "applied": _applied, "by parts": lambda rank: _by_parts(rank, _objects),
     "applied as a whole": lambda rank: _by_parts(rank, _detached), "shared": _shared,
     "replicated": _replicated, "groups of one": _in_groups_of_one}
@@ -476,6 +513,16 @@ def test_peaks_are_as_planned(found: Found) -> None:
         for measured, planned, budget in rank.values():
             assert measured <= budget
             assert abs(measured - planned) <= 0.02 * planned
+
+
+def test_synchronized_batch_norms(found: Found) -> None:
+    for rank in found["synchronized"]:
+        assert "failed" not in rank, rank["failed"]
+        assert rank["equal"] and rank["right"] and rank["buffers"] == (True, True)
+        planned, original = rank["exchanges"]
+        assert planned == original and len(planned) == 2
+        measured, peak, budget = rank["peak"]
+        assert measured <= budget and abs(measured - peak) <= 0.02 * peak
 
 
 def test_a_slow_rank_follows_the_same_plans(found: Found) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import rkmate
 from rkmate import device as devices
@@ -27,10 +29,10 @@ CHOSEN: dict[str, Any] = {"budget": 0.7, "progress": False, "settings": QUICK}
 
 
 def _parallel(net: Net, kind: str) -> Net:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
+        SequenceParallel,
         parallelize_module,
     )
 
@@ -38,27 +40,38 @@ def _parallel(net: Net, kind: str) -> Net:
     ways: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if kind == "sequence":
         ways = parallel_in_sequence()
+    if kind == "distributed input":
+        ways = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
     for block in net.blocks:
         parallelize_module(block, mesh, ways)
     if kind == "distributed output":
         parallelize_module(net, mesh, {"head": ColwiseParallel(use_local_output=False)})
+    if kind == "distributed input":
+        parallelize_module(net, mesh, {"head": ColwiseParallel(input_layouts=Shard(1))})
     return net
 
 
 def _data(kind: str, rank: int, width: int = 64) -> torch.Tensor:
     """Ranks have the same rows; with sequence parallelism, each has a part of its own."""
     seed = rank if kind == "sequence" else 0
-    return torch.randn(4, 32, width, generator=torch.Generator().manual_seed(seed))
+    found = torch.randn(4, 32, width, generator=torch.Generator().manual_seed(seed))
+    if kind != "distributed input":
+        return found
+    made: torch.Tensor = distribute_tensor(found, init_device_mesh("cpu", (2,)), [Shard(1)])
+    return made.requires_grad_()
 
 
 def _steps(run: Callable[..., torch.Tensor], owner: nn.Module, kind: str, rank: int) -> list[torch.Tensor]:
     found = []
     for _ in range(2):
         owner.zero_grad()
-        out = run(_data(kind, rank))
+        x = _data(kind, rank)
+        out = run(x)
         loss = out.square().mean()
         loss.backward()
         found += [whole(out), whole(loss), *(whole(p.grad) for p in owner.parameters())]
+        found += [whole(x.grad)] if x.grad is not None else []
     return found
 
 
@@ -106,10 +119,22 @@ def _peak(rank: int) -> dict[str, Any]:
     return {"measured": peak, "planned": run.plan.peak_bytes, "budget": run.plan.budget_bytes}
 
 
-KINDS = ("tensor", "sequence", "distributed output")
+def _input_refused(rank: int) -> dict[str, Any]:
+    """A DTensor for a model of plain tensors; and one of which ranks have parts of different sizes."""
+    found, mesh = [], init_device_mesh("cpu", (2,))
+    for net, rows in ((Net(), 4), (_parallel(Net(), "distributed input"), 5)):
+        x = distribute_tensor(torch.randn(rows, 32, 64), mesh, [Shard(0)])
+        try:
+            rkmate.wrap(net, (x,), **CHOSEN)
+        except rkmate.ArgumentError as error:
+            found.append(str(error))
+    return {"errors": found}
+
+
+KINDS = ("tensor", "sequence", "distributed output", "distributed input")
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{kind: lambda rank, kind=kind: _wrapped(rank, kind) for kind in KINDS},
-    "applied": _applied, "later": _later, "peak": _peak}
+    "applied": _applied, "later": _later, "peak": _peak, "input refused": _input_refused}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,6 +145,13 @@ def test_it_is_planned_as_one(found: Found, kind: str) -> None:
         assert " over 2 ranks" in mine["table"]
         assert mine["kinds"][0] == mine["kinds"][1] == (
             "DTensor" if kind == "distributed output" else "Tensor")
+
+
+def test_inputs_that_no_plan_can_hold(found: Found) -> None:
+    for mine in found["input refused"]:
+        plain, uneven = mine["errors"]
+        assert "Net has no parameters that are: give it the local part" in plain
+        assert "parts of different sizes (S(0))" in uneven
 
 
 @pytest.mark.parametrize("name", ["applied", "later"])

@@ -22,6 +22,7 @@ from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.structure import is_made_of_pieces
 from rkmate.support.warn import PACKAGE, warn
 from rkmate.torch_seam.containers import objects_in
+from rkmate.torch_seam.dtensor import is_dtensor
 from rkmate.torch_seam.modules import (
     compiled_call,
     forward_hooks_of,
@@ -197,9 +198,8 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
             raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
                                 'it with backend="rkmate"')
     for value in objects_in((args, kwargs)):
-        if _is_distributed(value):
-            raise ArgumentError("an input tensor is a DTensor: a plan computes with plain tensors. Give the "
-                                "module its local part (to_local), or leave the module without a plan")
+        if is_dtensor(value):
+            _refuse_uneven(model, value)
         if isinstance(value, torch.Tensor):
             devices.of(value)
         if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested):
@@ -218,7 +218,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
                                 "(model.to_empty), or plan for a GPU that this machine need not have "
                                 "(rkmate.plan(..., device=rkmate.devices.H100))")
         devices.of(tensor)
-        if is_made_of_pieces(tensor) and tensor.requires_grad and not _is_distributed(tensor):
+        if is_made_of_pieces(tensor) and tensor.requires_grad and not is_dtensor(tensor):
             raise ArgumentError(
                 f"{tensor_name} is a {type(tensor).__name__} that requires a gradient: weights that are made "
                 "of other tensors are planned where they are frozen (requires_grad_(False)), as a quantized "
@@ -404,7 +404,7 @@ def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False) -> None
             raise ArgumentError(f"{name} is sharded by DeepSpeed's ZeRO stage 3, and exists as a whole only "
                                 "while its layer runs. Use stage 1 or 2 around a planned module, or "
                                 f"{_BY_LAYERS}")
-        if not _is_distributed(tensor):
+        if not is_dtensor(tensor):
             continue
         if id(tensor) in layers:
             raise ArgumentError(
@@ -427,8 +427,16 @@ def refuse_flat_parameters(model: nn.Module) -> None:
         frame = frame.f_back
 
 
-def _is_distributed(value: object) -> bool:
-    return type(value).__name__ == "DTensor"
+def _refuse_uneven(model: nn.Module, value: Any) -> None:
+    """Raise `ArgumentError` for an input that is a DTensor, unless the model computes with DTensors, and all
+    ranks have parts of one size."""
+    if not any(map(is_dtensor, model.parameters())):
+        raise ArgumentError(f"an input tensor is a DTensor, and {type(model).__name__} has no parameters "
+                            "that are: give it the local part (to_local)")
+    for dim, placement in enumerate(value.placements):
+        if placement.is_shard() and value.shape[placement.dim] % value.device_mesh.size(dim):
+            raise ArgumentError(f"an input tensor is a DTensor of {tuple(value.shape)}, of which ranks have "
+                                f"parts of different sizes ({placement}): pad it")
 
 
 # -- Gradients in place ----------------------------------------------------------------------------

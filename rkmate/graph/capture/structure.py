@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rkmate.torch_seam.containers import PLAIN, attributes_in, objects_in, pytree, tensors_in
-from rkmate.torch_seam.dtensor import Placed, is_dtensor, local_part
+from rkmate.torch_seam.dtensor import Placed, is_dtensor, local_part, placed
 
 # -- Structures around tensors ---------------------------------------------------------------------
 #
@@ -36,7 +36,12 @@ class _Slot:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         tensors = memo.get(_FILL)
-        return self if tensors is None else tensors[self.index]
+        return self if tensors is None else self.of(tensors)
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what stands here."""
+        found = tensors[self.index]
+        return found if self.placed is None else self.placed.of(found)
 
 
 _FILL = -1   # memo key under which the tensors travel; no object has a negative id
@@ -57,8 +62,7 @@ class Structure:
         leaves: list[Any] = []
         for leaf in self.leaves:
             if isinstance(leaf, _Slot):
-                tensor = tensors[leaf.index]
-                leaves.append(tensor if leaf.placed is None else leaf.placed.of(tensor))
+                leaves.append(leaf.of(tensors))
             elif isinstance(leaf, PLAIN):
                 leaves.append(leaf)
             else:
@@ -121,8 +125,10 @@ class Structure:
         return all(isinstance(leaf, (_Slot, *PLAIN)) for leaf in self.leaves)
 
     def constants(self) -> tuple[Any, ...]:
-        """Return the leaves that are not tensors, in order: what a call is specialised on."""
-        return tuple(leaf for leaf in self.leaves if not isinstance(leaf, _Slot))
+        """Return the leaves that are not tensors, and the placements of DTensors, in order: what a call is
+        specialised on."""
+        return tuple(leaf.placed if isinstance(leaf, _Slot) else leaf for leaf in self.leaves
+                     if not isinstance(leaf, _Slot) or leaf.placed is not None)
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
@@ -141,18 +147,19 @@ def take_apart(value: Any, *, result: bool, after: Sequence[torch.Tensor] = ()
     before them, and that a ``result`` may hold, too.
 
     Objects that pytree does not know, and that hold tensors, become skeletons. For a ``result``,
-    the same tensor found twice is one slot; in arguments each occurrence has a slot of its own.
-    Other objects are kept as they are: the model gets the very object.
+    the same tensor found twice is one slot; in arguments each occurrence has a slot of its own, and of a
+    DTensor the local part is taken. Other objects are kept as they are: the model gets the very object.
     """
     flat, spec = pytree.tree_flatten(value)
     tensors: list[torch.Tensor] = [*after]
     index: dict[int, int] = {id(t): k for k, t in enumerate(tensors)}
 
     def slot(t: torch.Tensor) -> _Slot:
+        place = placed(t) if not result and is_dtensor(t) else None
         if not result or id(t) not in index:
             index[id(t)] = len(tensors)
-            tensors.append(t)
-        return _Slot(index[id(t)])
+            tensors.append(t if place is None else local_part(t))
+        return _Slot(index[id(t)], place)
 
     leaves: list[Any] = []
     for leaf in flat:

@@ -125,3 +125,24 @@ register((
 ))
 BATCH_NORM_BACKWARD = own_operator("batch_norm_backward")
 BY_GROUPS = own_operator("batch_norm_by_groups")
+
+
+# -- Statistics of several ranks -------------------------------------------------------------------
+
+
+def _statistics_of_ranks(input: torch.Tensor, means: torch.Tensor, invstds: torch.Tensor,
+                         running_mean: torch.Tensor, running_var: torch.Tensor, momentum: float, eps: float,
+                         counts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the statistics of the batches of all ranks, and the running ones that follow, which torch's
+    operator overwrites without saying so in its schema."""
+    running = running_mean.clone(), running_var.clone()
+    found = aten.batch_norm_gather_stats_with_counts(input, means, invstds, *running, momentum, eps, counts)
+    return *found, *running
+
+
+register([OwnOperator(
+    "statistics_of_ranks(Tensor input, Tensor means, Tensor invstds, Tensor running_mean, "
+    "Tensor running_var, float momentum, float eps, Tensor counts) -> (Tensor, Tensor, Tensor, Tensor)",
+    _statistics_of_ranks, shape=lambda input, means, invstds, running_mean, running_var, *others: (
+        means.new_empty(means.shape[1]), means.new_empty(means.shape[1]),
+        torch.empty_like(running_mean), torch.empty_like(running_var)))])
