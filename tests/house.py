@@ -52,7 +52,7 @@ HOUSE: tuple[Room, ...] = (
     Room("graph/capture", "captures a module as one graph of forward and backward, or refuses it",
          (*_BASE, "devices", "device", *_SEAM, "graph/ops")),
     Room("graph/sizes",
-         "finds the graph of an equal call, or derives that of another size, or of more layers",
+         "finds the graph of an equal call again, derives that of another size or depth",
          (*_BASE, "device", *_SEAM, "graph/capture")),
     Room("graph/passes", "rewrites of the captured graph, in one ordered table",
          (*_BASE, "device", *_SEAM, *_GRAPH[:2])),

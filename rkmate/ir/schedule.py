@@ -82,7 +82,7 @@ class Schedule:
     @property
     def order(self) -> tuple[int, ...]:
         """The computations alone: C node indices, in the order in which they run."""
-        return tuple(s.c for s in self.steps if isinstance(s, Compute))
+        return tuple([s.c for s in self.steps if type(s) is Compute])
 
     @property
     def loss_at(self) -> int:
@@ -106,12 +106,16 @@ class Schedule:
     @property
     def copied(self) -> frozenset[int]:
         """D nodes that are copied away."""
-        return frozenset(s.d for s in self.steps if isinstance(s, CopyOut))
+        return frozenset(s.d for s in self.steps if isinstance(s, CopyOut)) if self._has(CopyOut) \
+            else frozenset()
 
     @property
     def starts(self) -> bool:
         """Whether a collective starts before it is waited for."""
-        return any(isinstance(s, Start) for s in self.steps)
+        return self._has(Start)
+
+    def _has(self, kind: type[Step]) -> bool:
+        return kind in set(map(type, self.steps))       # much faster than to look at each step
 
     def waiting_at_once(self) -> Schedule:
         """Return the schedule in which each collective starts where it is waited for."""
@@ -182,9 +186,7 @@ def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: in
     `graph.outputs` are kept until the loss, those of `graph.input_grads` to the end, parameter gradients
     (`graph.releases`) until they exit. Raises `ScheduleError` when a computation reads what is not in memory.
     """
-    order, loss_at = _decided_once(graph, list(order), loss_at)
-    if graph.forgotten:
-        order = [*order[:loss_at], *_made_again(graph, order[loss_at:])]
+    order, loss_at = as_wished(graph, list(order), loss_at)
     nodes, fixed = [(c.inputs, c.outputs) for c in graph.c], set(graph.inputs)
     # Walk backwards: what is read later says where each D node dies.
     stays = [False] * len(graph.d)       # somebody holds it
@@ -270,6 +272,15 @@ def _check_reads(graph: CDGraph, order: Sequence[int], loss_at: int) -> None:
         made.update(graph.c[i].outputs)
         if k + 1 == loss_at:
             made.update(graph.output_grads)
+
+
+def as_wished(graph: CDGraph, order: list[int], loss_at: int) -> tuple[list[int], int]:
+    """Return an order of computations, and how many run before the loss, after what `from_order` leaves out
+    and adds: second runs of what decides or is kept, and runs of what the user wants made again."""
+    order, loss_at = _decided_once(graph, order, loss_at)
+    if graph.forgotten:
+        order = [*order[:loss_at], *_made_again(graph, order[loss_at:])]
+    return order, loss_at
 
 
 def _decided_once(graph: CDGraph, order: list[int], loss_at: int) -> tuple[list[int], int]:

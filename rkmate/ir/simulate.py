@@ -111,7 +111,7 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
         now = live
         if isinstance(step, Compute):
             node = nodes[step.c]
-            if node.phase == "backward" and not seen_loss:
+            if not seen_loss and node.phase == "backward":
                 raise ScheduleError(f"step {k}: {node.name} runs before the loss")
             if node.decides and step.c in ran:
                 raise ScheduleError(f"step {k}: {node.name} decides, and would decide a second time")
@@ -123,12 +123,13 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
                         raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")
             if coming and not coming.isdisjoint(node.inputs):
                 raise ScheduleError(f"step {k}: {node.name} reads what a collective has not made yet")
-            begun = running.pop(step.c, None)
+            begun = running.pop(step.c, None) if running else None
             if begun is not None:
                 coming.difference_update(node.outputs)
-            for j in node.inputs if copies else ():
-                clocks.arrive(j)
-                where.read(j)
+            if copies:
+                for j in node.inputs:
+                    clocks.arrive(j)
+                    where.read(j)
             # A second run creates all of the outputs anew, also those that are still there.
             remade = 0
             donor = in_place_donor(graph, steps, k) \

@@ -33,7 +33,7 @@ from rkmate.graph.capture.refusals import refuse_gradients_in_place
 from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
 from rkmate.graph.passes.cluster import Cluster
 from rkmate.graph.passes.table import simplify
-from rkmate.graph.sizes.again import capture
+from rkmate.graph.sizes.again import capture, once_of
 from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
 from rkmate.ir.kernels import choose_kernels
@@ -330,19 +330,23 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
 @planning_lock
 def block(traced: Traced, variant: Variant | None = None) -> Blocked:
     """Rewrite a captured graph, and cut it into blocks. `variant`: the settings' first unless given."""
-    start = time.perf_counter()
+    start = middle = time.perf_counter()
     variant = variant or first(traced.settings)
-    with gc_pause(), read_directly():
-        joint = simplify(traced.capture, traced.wanted, choices_of(variant, traced.settings))
-        program = lower(joint)
-        middle = time.perf_counter()
-        parts = partition(program, traced.settings.cut)
-        stages = cut_children(parts.program, traced.children)
-        parts = reordered(parts, () if stages is None else stages.blocks)
-        texts = block_texts(parts)
-        classes = classes_of(texts)
-    cd = parts.program.cd
-    nodes = {"captured": joint.nodes_before, "computations": len(cd.c), "forward": cd.loss,
+    choices, cut = choices_of(variant, traced.settings), traced.settings.cut
+
+    def make() -> tuple[Partition, tuple[str, ...]]:
+        nonlocal middle
+        with gc_pause(), read_directly():
+            program = lower(simplify(traced.capture, traced.wanted, choices))
+            middle = time.perf_counter()
+            parts = partition(program, cut)
+            stages = cut_children(parts.program, traced.children)
+            parts = reordered(parts, () if stages is None else stages.blocks)
+            return parts, block_texts(parts)
+
+    parts, texts = once_of(traced.capture, (traced.wanted, choices, cut, traced.children), make)
+    classes, cd = classes_of(texts), parts.program.cd
+    nodes = {"captured": parts.program.joint.nodes_before, "computations": len(cd.c), "forward": cd.loss,
              "storages": len(cd.d), "blocks": len(parts.blocks), "unique": len(set(classes)),
              "separators": parts.separators}
     wishes = wishes_of(parts, traced.capture, traced.settings.pins, traced.prefix)

@@ -312,7 +312,6 @@ def _least(problem: Problem) -> Least:
 
 def expanded(problem: Problem, ops: Sequence[Op]) -> Candidate:
     """Return the flat schedule of a sequence of block operations, without values that nothing reads."""
-    order, loss_at = expand(problem, ops)
-    schedule = without_waste(problem.graph, problem.schedule(order, loss_at), problem.pinned)
+    schedule = without_waste(problem.graph, *expand(problem, ops), problem.pinned)
     result = problem.simulate(schedule)
     return Candidate(schedule, result.peak, result.seconds, NOTE, tuple(ops))

@@ -14,7 +14,7 @@ import numpy as np
 
 from rkmate.ir import recompute
 from rkmate.ir.cd import CDGraph
-from rkmate.ir.schedule import Compute, Loss, Schedule, freed_after, from_order
+from rkmate.ir.schedule import Compute, Loss, Schedule, as_wished, freed_after, from_order
 from rkmate.ir.simulate import simulate
 
 _ROUNDS = 8
@@ -30,14 +30,14 @@ def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[
     if schedule.copied:
         return schedule
     pinned = tuple(pinned)
-    best = without_waste(graph, schedule, pinned)
+    best = without_waste(graph, schedule.order, schedule.loss_at, pinned)
     found = simulate(graph, best, pinned=pinned, reserve_at_loss=reserve_at_loss)
     for _ in range(_ROUNDS):
         dropped = _keep_more(graph, best, found.timeline, budget, pinned)
         if not dropped:
             return best
         order, loss_at = without_runs(best, dropped)
-        shorter = without_waste(graph, from_order(graph, order, loss_at, pinned), pinned)
+        shorter = without_waste(graph, order, loss_at, pinned)
         after = simulate(graph, shorter, pinned=pinned, reserve_at_loss=reserve_at_loss)
         if after.peak > budget:
             return best
@@ -58,12 +58,13 @@ def without_runs(schedule: Schedule, places: set[int]) -> tuple[list[int], int]:
     return order, loss_at
 
 
-def without_waste(graph: CDGraph, schedule: Schedule, pinned: tuple[int, ...]) -> Schedule:
-    """Drop repeated computations none of whose outputs is read before it is made anew.
+def without_waste(graph: CDGraph, order: Sequence[int], loss_at: int, pinned: tuple[int, ...]) -> Schedule:
+    """Return the schedule of an order without repeated computations none of whose outputs is read before it
+    is made anew.
 
     What the user holds is never made anew: it is there.
     """
-    lean = recompute.without_waste(graph, schedule.order, schedule.loss_at, pinned)
+    lean = recompute.without_waste(graph, *as_wished(graph, list(order), loss_at), pinned)
     return from_order(graph, lean.order, lean.loss_at, pinned)
 
 

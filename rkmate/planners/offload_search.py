@@ -48,7 +48,7 @@ def fewer_runs(graph: CDGraph, schedule: Schedule, dropped: Collection[int],
     """Return the schedule without the recomputations at `dropped` step indices, nor what ran again only for
     them."""
     order, loss_at = without_runs(schedule, set(dropped))
-    return without_waste(graph, from_order(graph, order, loss_at, pinned), tuple(pinned))
+    return without_waste(graph, order, loss_at, tuple(pinned))
 
 
 def one_more_run(graph: CDGraph, schedule: Schedule, d: int, at: int,
@@ -74,7 +74,7 @@ def one_more_run(graph: CDGraph, schedule: Schedule, d: int, at: int,
         elif isinstance(step, Free) and k < at:
             alive.discard(step.d)
     assert place
-    return without_waste(graph, from_order(graph, order, loss_at, pinned), tuple(pinned))
+    return without_waste(graph, order, loss_at, tuple(pinned))
 
 
 NEAR = 1e-9

@@ -38,4 +38,4 @@ def test_memory_to_spare_is_spent() -> None:
 def test_a_run_that_nothing_reads_goes() -> None:
     graph = line(2)
     wasteful = from_order(graph, [0, 1, 2, 0, 3], 2)
-    assert without_waste(graph, wasteful, ()) == save_all(graph)
+    assert without_waste(graph, wasteful.order, wasteful.loss_at, ()) == save_all(graph)

@@ -15,9 +15,9 @@ from __future__ import annotations
 import hashlib
 import marshal
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -31,8 +31,11 @@ from rkmate.graph.capture.structure import Structure, TensorForm, form_of, take_
 from rkmate.graph.sizes import depth
 from rkmate.graph.sizes.dry_run import Recording, dry_run
 
+T = TypeVar("T")
+
 MOST_NODES = 20_000
-"""Nodes of all captures that are kept, except the latest one; a node takes about 3 KiB."""
+"""Nodes of all captures that are kept, and of what was made of them, except the latest capture; a node takes
+about 3 KiB."""
 MOST_CALLS = 4
 """Calls that are known, with a capture or without."""
 
@@ -66,10 +69,12 @@ class _Known:
     call: _Call
     step: _Step | None
     capture: Capture | None
+    made: dict[Hashable, Any] = field(default_factory=dict)
+    """What later stages have made of it; each result takes about as much memory as the capture."""
 
     @property
     def nodes(self) -> int:
-        return 0 if self.capture is None else len(self.capture.graph.nodes)
+        return 0 if self.capture is None else len(self.capture.graph.nodes) * (1 + len(self.made))
 
 
 _known: list[_Known] = []
@@ -101,6 +106,21 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opa
             recording = dry_run(model, inputs, call.tensors)
         step = _step_of(recording)
         _keep(_Known(weakref.ref(owner, _forget), call, step, None if step is None else found))
+    return found
+
+
+def once_of(capture: Capture, key: Hashable, make: Callable[[], T]) -> T:
+    """Return what a later stage makes of a capture. If the capture is kept for equal calls, so is the result,
+    under a key that tells it from other results of the capture, as long as `MOST_NODES` allows."""
+    known = next((k for k in _known if k.capture is not None
+                  and replace(k.capture, inputs=capture.inputs) == capture), None)
+    if known is None:
+        return make()
+    if key in known.made:
+        return known.made[key]              # type: ignore[no-any-return]
+    found = make()
+    if known.nodes + len(capture.graph.nodes) <= MOST_NODES:
+        known.made[key] = found
     return found
 
 

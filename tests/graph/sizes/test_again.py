@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import rkmate
 from rkmate.graph.capture.capture import capture as capture_whole
 from rkmate.graph.sizes import again, depth
+from rkmate.pipeline import prepare
 from tests.equality import assert_same_step
 from tests.graph.sizes.test_depth import text
 from tests.models import Sample
@@ -197,7 +199,11 @@ def test_the_oldest_captures_are_forgotten(captured: list[nn.Module],
     assert len(captured) == 5 and len(again._known) == 1
 
 
-def test_plans_for_several_budgets_take_one_capture(captured: list[nn.Module]) -> None:
+def test_plans_for_several_budgets_take_one_capture_and_one_graph(captured: list[nn.Module],
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    simplify = prepare.simplify
+    monkeypatch.setattr(prepare, "simplify", lambda *args: [made.append(args[1:]), simplify(*args)][1])
     torch.manual_seed(0)
     model, x = Stack(9), torch.randn(64, 8)
     settings = rkmate.Settings(costs="analytic")
@@ -207,3 +213,18 @@ def test_plans_for_several_budgets_take_one_capture(captured: list[nn.Module]) -
         wrapped = rkmate.wrap(model, (x,), budget=budget, progress=False, settings=settings)
         assert_same_step(plain, wrapped, Sample(plain, (x,), {}, lambda loss: loss))
     assert captured == [model]
+    assert made and len(made) == len(set(made))
+
+
+def test_results_of_later_stages_go_with_the_model(captured: list[nn.Module]) -> None:
+    model, x = Stack(9), torch.randn(64, 8)
+    rkmate.plan(model, (x,), budget=0.9, progress=False, settings=rkmate.Settings(costs="analytic"))
+    assert again._known[0].made
+    found = again.capture(model, (x,), {})
+    assert [again.once_of(found, "of this test", lambda n=n: n) for n in (1, 2)] == [1, 1]
+    assert again.once_of(replace(found, repeats=(0,)), "of this test", lambda: 2) == 2
+    held = [weakref.ref(t) for t in (*model.modules(), *model.parameters(), x)]
+    del model, x, found
+    captured.clear()
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
