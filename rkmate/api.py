@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -195,7 +196,8 @@ def remove(model: _M) -> _M:
 def applied(model: nn.Module) -> PlannedModule | None:
     """Return the module that shows the plan of `model` after `apply`: its ``.plan`` and ``.source``, like
     those of a module that `wrap` returns. None for other modules."""
-    check_model(model)
+    if not isinstance(model, torch.jit.ScriptModule):       # such a part of a model has no plan
+        check_model(model)
     call = planned_call_of(model)
     return None if call is None else call.latest
 

@@ -1,8 +1,9 @@
 """The profiler's memory events: each allocation and each free, temporary memory inside operations too.
 
 What does not come from torch's allocator (scratch memory of math libraries, NumPy, Python) is not
-seen, and neither is what a thread allocates that the call starts by itself; the threads of the
-autograd engine are.
+seen, and neither is what a thread allocates or frees that the call starts by itself, as those of gloo:
+a block of the call that such a thread frees counts until the end. The threads of the autograd engine
+are seen.
 """
 
 from __future__ import annotations

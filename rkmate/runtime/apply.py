@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
-from rkmate.graph.capture.refusals import flags_to_plan, refuse_data_parallelism
+from rkmate.graph.capture.refusals import flags_to_plan, refuse_data_parallelism, refuse_without_shape
 from rkmate.offload.target import Engines
 from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
 from rkmate.runtime.parts import Parts, Watch, take_watch_from
@@ -303,6 +303,7 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
     `sharded`: plans its sharded layers; `within`: the planner that it is a sharded layer of.
     """
     _refuse_compiled(model)
+    refuse_without_shape(model)
     take_plan_from(model)
     planning = _sharing(planning)
     parts = None

@@ -41,6 +41,12 @@ class Held(dict[str, torch.Tensor]):
         super().__init__(tensors)
         self.additions: Additions | None = None
 
+    def with_others(self, others: Mapping[str, torch.Tensor]) -> Held:
+        """Return the tensors with some of them replaced."""
+        found = Held({**self, **others}.items())
+        found.additions = self.additions
+        return found
+
     def __missing__(self, key: str) -> torch.Tensor:
         kind, _, name = key.partition(":")
         if kind != "grad":
@@ -356,10 +362,13 @@ class RerunState:
     """Data that a second run of one forward needs."""
 
     sources: Mapping[str, torch.Tensor]
-    """Tensors of the caller, by key: the very tensors of the first run."""
+    """Tensors of the caller, by key: the very tensors of the first run, or copies of those that it has
+    overwritten."""
     versions: Mapping[str, int]
     draws: RandomState | None
     """State of the generators before the forward; None if nothing is drawn."""
+    copied: frozenset[str] = frozenset()
+    """The tensors that are copies."""
 
 
 def generator_state(device: torch.device) -> RandomState:

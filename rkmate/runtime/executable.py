@@ -348,6 +348,11 @@ class PlannedStep:
         self._additions = list(dict.fromkeys(p for s in generated.segments for p in s.added))
         self._last = self.targets.last
         self._unrepeatable = _unrepeatable(program.joint)
+        self.loss_varies = False
+        """Whether a loss of such a call has depended on other outputs than its plan was made for."""
+        self.keeps_overwritten = True
+        """Whether a step keeps what it overwrites until its backward, which may have to run the forward a
+        second time: from one backward on that is as planned, it does not."""
         self._draws = any(c.random for c in program.cd.c)
 
     def _why_not_twice(self) -> str:
@@ -378,6 +383,8 @@ class PlannedStep:
         env.unrecorded = self.generated.below_autograd and all_ordinary(sources.values())
         answers = self.capture.effects.answers
         before = [(t := sources[k], t.detach().clone()) for k in caller.overwritten] if answers else []
+        old = {k: sources[k].detach().clone() for k in self._unrepeatable} \
+            if several and self.keeps_overwritten else {}
         with torch.no_grad(), without_autocast(self.device), unrecorded(env.unrecorded), \
                 _undone(env, state, before):
             results = self._forward(env)
@@ -387,7 +394,8 @@ class PlannedStep:
         env.watch(known.keys)
         env.watch_sources(versions)
         call = Call(env, self._backward, self._last, targets.returned)
-        call.rerun = RerunState(sources, versions, state) if several else None
+        call.rerun = RerunState(sources.with_others(old) if old else sources, versions, state,
+                                frozenset(old)) if several else None
         call.finished = finished
         call.additions = additions
         if original is not None:
@@ -468,6 +476,7 @@ class PlannedStep:
                 del grad
         call.goes_through(given)
         if len(given) == len(self.outputs.tangents) and call.ready is None:
+            self.keeps_overwritten = self.loss_varies
             self._give(call.env, given)
             return
         # The gradients of what only the others lead to have to be None, not zeros.
@@ -484,8 +493,9 @@ class PlannedStep:
         `given`: by output number, the gradients of exactly the outputs that this plan takes. The
         dictionary is emptied.
         """
-        if self._unrepeatable:
-            name = self._unrepeatable[0].partition(":")[2]
+        changed = [k for k in self._unrepeatable if k not in state.copied]
+        if changed:
+            name = changed[0].partition(":")[2]
             raise BackwardError(
                 f"the loss depends on other outputs than this forward was planned for, and the forward "
                 f"cannot be run again, because it has overwritten {name!r}: run this step again; "

@@ -103,8 +103,10 @@ class ModuleReader:
     def follow(self, captured: Capture) -> None:
         """Note that a forward has assigned attributes, and would do so again: the state after the assignments
         means the same plan as the state before. What each planned forward assigns is not compared."""
-        if captured.effects.attributes:
-            self._attributes.leave_out({w.place: w.assigned.old for w in captured.effects.attributes})
+        effects = captured.effects
+        if effects.attributes or effects.collected:
+            self._attributes.leave_out({**{w.place: w.assigned.old for w in effects.attributes},
+                                        **{c.filled.place: c.filled.held for c in effects.collected}})
             self._walk = None
         if captured.assigned:
             self._attributes.follow(captured.assigned)
@@ -150,9 +152,11 @@ class ModuleReader:
             children = d[SUBMODULES]
             if children:
                 parts.append(m)
-                parts += children
+                parts += children.keys()
                 parts += children.values()
-                modules += [c for c in children.values() if c is not None]
+                # Whatever holds a TorchScript module is not planned as a whole.
+                modules += [c for c in children.values()
+                            if c is not None and not isinstance(c, torch.jit.ScriptModule)]
         types: list[type] = list(map(type, modules))
         parts += types
         parts += forwards([*dict.fromkeys(types)])

@@ -82,6 +82,8 @@ class PartCall:
     """Of each output tensor, which result of its node it is."""
     taught: set[int] = field(default_factory=set)
     """Numbers of the outputs through which gradients came."""
+    backwards: Counter[int] = field(default_factory=Counter)
+    """For each node that an output comes from, how often its backward has begun."""
 
 
 class ObservedStep:
@@ -261,6 +263,10 @@ class ObservedStep:
             if key is not None and key not in call.inputs:
                 self._made[key] = weakref.ref(t), call.number
             call.outputs.append(None if t.grad_fn is None else (t.grad_fn, t.output_nr))
+        # Also where no result of the step leads to it: an inner gradient may be taken several times.
+        own = {t.grad_fn for t in found if t.grad_fn is not None} - call.edges
+        for k, node in enumerate(own):
+            node.register_prehook(partial(_count, weakref.ref(call), k))
         todo: list[Any] = [t.grad_fn for t in found]
         while todo:
             node = todo.pop()
@@ -393,6 +399,12 @@ class ObservedStep:
                 self._pending[node, place] = _sizes((grad,))
                 inside = owner == self._owner_of[node] != REST
                 (self._from_inside if inside else self._from_outside).add((node, place))
+
+
+def _count(call: weakref.ref[PartCall], node: int, grads: Sequence[Any]) -> None:
+    found = call()
+    if found is not None:
+        found.backwards[node] += 1
 
 
 def _sizes(tensors: Iterable[Any]) -> dict[int, int]:

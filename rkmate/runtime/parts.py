@@ -370,6 +370,10 @@ class Parts:
         """Plan the parts of the step that was observed."""
         unseen = [m for m in self._watched if id(m) not in self._seen]
         self._stop_watching()
+        for kind in self._kinds:
+            if any(n > 1 for _, call in kind.calls for n in call.backwards.values()):
+                kind.traced, kind.why = None, ("a step takes several backwards of one call of it "
+                                               "(retain_graph=True), and a plan's activations serve one")
         saved = {key: sum(k.saved for k in alike) for key, alike in self._alike.items() if alike}
         kinds = [k for k in self._kinds if k.traced is not None and k.calls and k.taught
                  and (saved[k.key] >= WORTH * step.kept or k.is_checkpointed)]
@@ -577,7 +581,7 @@ class _Before:
     """The state of a model that a forward changes, to be put back where the forward was for nothing."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        self._buffers = [(b, b.detach().clone()) for b in model.buffers() if b.layout is torch.strided]
         self._draws = RandomState.of(*devices.in_use())
         self._host = HostDraws()
 

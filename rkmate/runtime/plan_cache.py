@@ -510,6 +510,8 @@ class PlanCache:
             found = known.executables.get(mask)
             if found is None:
                 found = self._for_one_step(known, mask, kept)
+        for made in (found, *known.executables.values()):
+            made.compiled.loss_varies = made.compiled.keeps_overwritten = True
         warn(
             f"the loss depends on {_names(mask)}{' alone' if narrower else ''}, which is not what "
             f"this forward was planned for: it runs a second time, with up to "

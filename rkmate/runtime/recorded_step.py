@@ -52,7 +52,7 @@ def check_plan(plan: Plan, step: PlannedStep) -> None:
     if written := step.caller.written_inputs:
         raise ArgumentError(f"{_OPTION} runs on copies of the arguments, and the forward writes to tensor "
                             f"{min(written)} among them (counted from 0), which the caller would not see")
-    if step.capture.effects.objects:
+    if step.capture.effects.objects or step.capture.effects.collected:
         raise ArgumentError(f"{_OPTION} runs on copies of the arguments, and the forward changes an object "
                             "among them, which the caller would not see")
     if answers := step.capture.effects.answers:

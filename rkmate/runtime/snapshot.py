@@ -196,10 +196,12 @@ class Box(NamedTuple):
     holder: nn.Module
     name: str
     path: str
+    first: Sequence[Any] | None = None
+    """The members that it had first, if each planned forward changes them: a key has these."""
 
     def members(self) -> Sequence[Any]:
-        """The current members, including keys."""
-        return _members(self.holder.__dict__.get(self.name))
+        """The members, including keys: the current ones, if they are compared."""
+        return _members(self.holder.__dict__.get(self.name)) if self.first is None else self.first
 
 
 @dataclass(frozen=True)
@@ -213,14 +215,14 @@ class Attributes:
 
     def in_boxes(self) -> list[Any]:
         """Return the members of all boxes now."""
-        return [t for box in self.boxes for t in box.members()]
+        return [t for box in self.boxes if box.first is None for t in box.members()]
 
     def without(self, old: Overrides) -> Attributes:
         """The attributes with some left out."""
         left_out = {**old, **self.left_out}
-        # A box has no place in a key that it could keep.
         return replace(self, left_out=left_out, boxes=tuple(
-            b for b in self.boxes if (id(b.holder.__dict__), b.name) not in left_out))
+            b._replace(first=tuple(b.members())) if (id(b.holder.__dict__), b.name) in left_out else b
+            for b in self.boxes))
 
 
 def attributes_of(model: nn.Module) -> Attributes:

@@ -119,6 +119,41 @@ class Coder(nn.Module):
         return self.decode(self.encode(x))
 
 
+class Implicit(Stack):
+    """Solves for the gradient of one of its layers, by several backwards of one call of it."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        with torch.no_grad():
+            z = self.layers[0](x)
+        z = z.requires_grad_()
+        found = self.layers[0](z)
+        kept = found.detach().requires_grad_()
+
+        def solved(grad: torch.Tensor) -> torch.Tensor:
+            out = grad
+            for _ in range(3):
+                out = grad + 0.1 * torch.autograd.grad(found, z, out, retain_graph=True)[0]
+            return out
+
+        kept.register_hook(solved)
+        x = kept
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return F.cross_entropy(self.head(x), y)
+
+
+class Mixed(Stack):
+    """Multiplies with a sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__([Layer() for _ in range(3)])
+        self.register_buffer("mix", torch.eye(128).to_sparse())
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.sparse.mm(self.mix, x), y)
+
+
 def plainly(model: nn.Module) -> torch.Tensor:
     loss: torch.Tensor = model(X, Y)
     return loss
@@ -146,7 +181,8 @@ def train(model: nn.Module, step: Step, seed: int) -> dict[str, Any]:
     loss = step(model)
     loss.backward()
     return {"loss": loss.detach(), "draws": torch.get_rng_state(), "numpy": np.random.rand(),
-            **{n: p.grad for n, p in model.named_parameters()}, **dict(model.named_buffers())}
+            **{n: p.grad for n, p in model.named_parameters()},
+            **{n: b for n, b in model.named_buffers() if not b.is_sparse}}
 
 
 def same_steps(plain: nn.Module, model: nn.Module, step: Step, seeds: range = range(4)) -> None:
@@ -182,6 +218,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Step, float, list[str]]] = {
     "one layer, several calls": (lambda: Shared([Layer()]), plainly, 0.6, ["layers.0"]),
     "inputs that others use": (lambda: Stack([Attending() for _ in range(3)]), plainly, 0.8,
                                [f"layers.{k}.inner" for k in range(3)]),
+    "several backwards of one call": (lambda: Implicit([Looking(), *(Layer() for _ in range(4))]), plainly,
+                                      0.7, [f"layers.{k}" for k in range(1, 5)]),
+    "a sparse buffer": (Mixed, plainly, 0.7, [f"layers.{k}" for k in range(3)]),
     "methods": (Coder, by_methods, 0.6, ["encoder", "decoder"]),
 }
 
@@ -199,6 +238,16 @@ def test_bits_and_budget_of_the_whole_step(name: str, caplog: pytest.LogCaptureF
     assert planned_parts(model) == parts
     assert "is planned by parts: " in caplog.text and "of the budget of" in caplog.text
     assert max(peak(model, step, seed) for seed in range(6)) <= int(share * whole)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_parts_beside_a_torchscript_module() -> None:
+    model = Stack([Layer() for _ in range(3)])
+    model.begin = torch.jit.script(model.begin)
+    applied(model, 10**8)
+    for _ in range(3):
+        plainly(model).backward()
+    assert planned_parts(model) == [f"layers.{k}" for k in range(3)]
 
 
 def test_an_unused_branch_is_planned_when_it_is_used() -> None:

@@ -143,8 +143,8 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "no forward": (C, "forward", lambda: _wrap(nn.Module())),
     "lazy module": (A, "no shape yet", lambda: _wrap(nn.LazyLinear(3))),
     "meta device": (A, "meta device", lambda: _wrap(nn.Linear(8, 8, device="meta"))),
-    "sparse input": (A, "sparse", lambda: _wrap(args=(X.to_sparse(),))),
-    "nested input": (A, "is nested", lambda: _wrap(args=(torch.nested.nested_tensor(
+    "sparse input": (C, "sparse", lambda: _wrap(args=(X.to_sparse(),))),
+    "nested input": (C, "is nested", lambda: _wrap(args=(torch.nested.nested_tensor(
         [X, X[:2]], layout=torch.jagged),))),
     "distribution": (C, "validate_args=True", lambda: _wrap(_Sampled(8, 8))),
     "packed sequence": (C, "lengths of a packed sequence", lambda: _wrap(
@@ -157,7 +157,7 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "data that is assigned": (C, "assigns to the .data of a tensor", lambda: _wrap(_Assigning(8, 8))),
     "another thread": (C, "compute in the thread of the caller", lambda: _wrap(_Threaded(8, 8))),
     "backward in the forward": (C, r"torch\.autograd\.grad", lambda: _wrap(_Backward(8, 8))),
-    "generator": (A, "Generator", lambda: _wrap(args=(X, torch.Generator()))),
+    "generator": (C, "Generator", lambda: _wrap(args=(X, torch.Generator()))),
     "backward hooks": (C, "module backward hooks", lambda: _wrap(_hooked())),
     "compiled in place": (A, "was compiled", lambda: _wrap(_compiled_in_place())),
     "torch.func": (A, "torch.func", _inside_grad),
@@ -203,8 +203,8 @@ def _largest_batch(model: nn.Module, args: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize(("kind", "words", "model", "args"), [
     (C, "module backward hooks", _hooked, (X,)),
     (A, "was compiled", _compiled_in_place, (X,)),
-    (A, "sparse", lambda: nn.Linear(8, 8), (X.to_sparse(),)),
-    (A, "Generator", lambda: nn.Linear(8, 8), (X, torch.Generator()))])
+    (C, "sparse", lambda: nn.Linear(8, 8), (X.to_sparse(),)),
+    (C, "Generator", lambda: nn.Linear(8, 8), (X, torch.Generator()))])
 def test_other_calls_refuse_what_wrap_refuses(
         call: Callable[[nn.Module, tuple[Any, ...]], None], kind: type[Exception], words: str,
         model: Callable[[], nn.Module], args: tuple[Any, ...]) -> None:

@@ -318,8 +318,10 @@ def _peaks(rank: int) -> dict[str, Any]:
         planned(x).backward()
         model.zero_grad()
         assert planned.plan is not None
-        found[name] = (place.measure_peak(lambda p=planned, x=x: p(x).backward(), timeline=False).peak,
-                       planned.plan.peak_bytes, planned.plan.budget_bytes)
+        # The profiler does not see what one of gloo's threads frees, if that thread is the last holder.
+        measured = [place.measure_peak(lambda p=planned, x=x: p(x).backward(), timeline=False).peak
+                    for _ in range(5)]
+        found[name] = min(measured), planned.plan.peak_bytes, planned.plan.budget_bytes
         dist.barrier()
     return found
 

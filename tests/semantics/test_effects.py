@@ -249,3 +249,97 @@ def test_a_list_that_is_read_before_it_is_filled_is_refused() -> None:
     with pytest.raises(CaptureError, match="from the list heads"):
         rkmate.wrap(Heads(True), (torch.randn(4, 8),), budget=1.0, progress=False,
                     settings=rkmate.Settings(costs="analytic"))
+
+
+GLOBAL: dict[str, torch.Tensor] = {}
+
+
+class Extractor:
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+        self.last: torch.Tensor | None = None
+
+    def keep(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.found.append(output)
+        self.last = output
+
+
+class Collects(nn.Module):
+    """Collects what its layers compute, in a list that it or its caller empties, and in a dictionary."""
+
+    def __init__(self, empties: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.found: list[torch.Tensor] = []
+        self.by_layer: dict[int, list[torch.Tensor]] = {k: [] for k in range(3)}
+        self.empties = empties
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.empties:
+            self.found.clear()
+        for k, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            self.found.append(x)
+            self.by_layer[k][:] = [x.detach(), x * 2]
+        return x
+
+
+def _by_closure(model: Collects) -> Any:
+    found: dict[str, torch.Tensor] = {}
+    model.layers[0].register_forward_hook(lambda m, i, o: found.__setitem__("first", o))
+    model.layers[1].register_forward_hook(lambda m, i, o, name="second": GLOBAL.__setitem__(name, o))
+    return lambda: found["first"].sum() + GLOBAL["second"].sum()
+
+
+def _by_an_object(model: Collects) -> Any:
+    extractor = Extractor()
+    for layer in model.layers:
+        layer.register_forward_hook(extractor.keep)
+
+    def read() -> Any:
+        assert len(extractor.found) == 3 and extractor.last is extractor.found[2]
+        total = sum(f.sum() for f in extractor.found)
+        extractor.found.clear()
+        return total
+    return read
+
+
+def _by_itself(model: Collects) -> Any:
+    def read() -> Any:
+        assert len(model.found) == 3
+        total = sum(f.pow(2).sum() for f in model.found) + sum(o.sum() for _, o in model.by_layer.values())
+        if not model.empties:
+            model.found.clear()
+        return total
+    return read
+
+
+@pytest.mark.filterwarnings("ignore:.* has forward hooks", "ignore:the loss depends on output")
+@pytest.mark.parametrize(("way", "empties"), [
+    (_by_closure, True), (_by_an_object, True), (_by_itself, True), (_by_itself, False)])
+def test_tensors_that_a_forward_or_its_hooks_collect(way: Any, empties: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Collects(empties), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    read, expected = way(model), way(plain)
+    rkmate.apply(model, budget=1.0, progress=False, settings=rkmate.Settings(costs="analytic"))
+    for step in range(3):
+        found = []
+        for m, collected in ((plain, expected), (model, read)):
+            m.zero_grad()
+            loss = m(x).pow(2).sum() + collected()
+            loss.backward()
+            found.append((loss.detach(), *(p.grad for p in m.parameters())))
+        for a, b in zip(*found, strict=True):           # the first step does not know of this loss
+            torch.testing.assert_close(a, b, rtol=1e-5 if not step else 0, atol=1e-6 if not step else 0)
+    call = planned_call_of(model)
+    assert call is not None and call.whole.has_plan
+
+
+@pytest.mark.filterwarnings("ignore:.* has forward hooks")
+def test_what_a_trace_collects_is_gone_when_it_fails() -> None:
+    model = Collects()
+    model.layers[2].register_forward_hook(lambda m, i, o: bool(o.sum() > 0))
+    with pytest.raises(CaptureError):
+        planned(model, torch.randn(4, 8))
+    assert model.found == [] and model.by_layer == {0: [], 1: [], 2: []}

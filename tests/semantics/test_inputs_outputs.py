@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -280,7 +281,7 @@ def test_a_counter_does_not_hinder_a_second_run() -> None:
     assert_same_gradients(model, module, lambda run: run(x)["left"].pow(2).sum())
 
 
-def test_an_output_from_before_an_overwritten_buffer_cannot_be_redone() -> None:
+def test_what_a_forward_overwrites_is_kept_until_the_loss_is_known() -> None:
     class Average(Heads):
         def __init__(self) -> None:
             super().__init__(loss=True)
@@ -292,13 +293,29 @@ def test_an_output_from_before_an_overwritten_buffer_cannot_be_redone() -> None:
             return out
 
     model, x = Average(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
     module = planned(model, x)
-    with pytest.raises(rkmate.BackwardError, match="overwritten 'mean'"), \
-            pytest.warns(rkmate.RkmateWarning):
-        module(x)["right"].sum().backward()
-    out = module(x)
-    (out["right"].sum() + out["loss"]).backward()        # the plan expects both by now
-    assert model.right.weight.grad is not None
+
+    def step(name: str) -> None:
+        for run in (plain, module):
+            out = run(x)
+            (out[name].sum() + (out["loss"] if name == "right" else 0)).backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)    # two backwards added up
+        assert torch.equal(plain.mean, model.mean)
+        plain.zero_grad()
+        model.zero_grad()
+
+    with pytest.warns(rkmate.RkmateWarning, match="a second time"):
+        step("right")
+    step("right")                                       # as planned: nothing is kept from now on
+    with pytest.raises(rkmate.BackwardError, match="overwritten 'mean'"), pytest.warns(rkmate.RkmateWarning):
+        module(x)["left"].sum().backward()
+    plain(x)
+    model.zero_grad()
+    for name in ("left", "right"):                      # each with what it has overwritten
+        with pytest.warns(rkmate.RkmateWarning, match="a second time"):
+            step(name)
 
 
 def test_outputs_stay_after_the_backward() -> None:

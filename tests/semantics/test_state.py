@@ -40,6 +40,25 @@ class Reassigns(Averages):
         return y.sin()
 
 
+class Momentum(nn.Module):
+    """Compares with a slow copy of a network, whose parameters follow the network's in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.slow = copy.deepcopy(self.fast).requires_grad_(False)
+
+    def follow(self, slow: nn.Parameter, fast: nn.Parameter) -> None:
+        slow.data = slow.data * 0.9 + fast.data * 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
+                self.follow(slow, fast)
+            y = self.slow(x)
+        return self.fast(x) * y
+
+
 def _normalised(**options: object) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, **options), nn.ReLU(), nn.Linear(8, 8),
                          nn.BatchNorm1d(8, **options), nn.Tanh())
@@ -52,6 +71,7 @@ MODELS = {
     "no affine": lambda: _normalised(affine=False),
     "moving average": Averages,
     "moving average, reassigned": Reassigns,
+    "slow copy": Momentum,
     "spectral norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh()),
     "old spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Tanh()),
     "weight norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh()),
@@ -81,7 +101,30 @@ def test_buffers_move_once_a_step(kind: str, wrapper: object) -> None:
             else:
                 assert torch.equal(a, b), f"step {step}: {name}"
         for (name, a), (_, b) in zip(twin.named_parameters(), module.named_parameters(), strict=True):
-            assert torch.equal(a.grad, b.grad), f"step {step}: gradient of {name}"
+            assert torch.equal(a, b), f"step {step}: {name}"
+            assert not a.requires_grad or torch.equal(a.grad, b.grad), f"step {step}: gradient of {name}"
+
+
+def _shared(model: Momentum, slow: nn.Parameter, fast: nn.Parameter) -> None:
+    slow.data = fast.data
+
+
+def _kept(model: Momentum, slow: nn.Parameter, fast: nn.Parameter) -> None:
+    before = slow.data
+    slow.data = fast.data + before
+    model.mean = before.mean()
+
+
+def _trained(model: Momentum, slow: nn.Parameter, fast: nn.Parameter) -> None:
+    fast.data = slow.data * 0.5
+
+
+@pytest.mark.parametrize("follow", [_shared, _kept, _trained])
+def test_data_whose_memory_others_share_is_not_assigned(follow: Callable[..., None],
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Momentum, "follow", follow)
+    with pytest.raises(rkmate.CaptureError, match=r"assigns to the \.data of a tensor"):
+        planned(Momentum(), torch.randn(4, 8))
 
 
 def test_a_batch_norm_that_runs_twice_counts_once() -> None:

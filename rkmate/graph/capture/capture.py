@@ -23,6 +23,7 @@ from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.collectives import values_are_read, without_collectives
 from rkmate.graph.capture.effects import (
     Effects,
+    collected_again,
     found_effects,
     is_state,
     read_before,
@@ -158,6 +159,7 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         begin(tensors, self.model)
+        self._before.restore_members()          # another way to export may have failed
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
         with repaired("forward", self.model), contextlib.nullcontext() if is_off(INNER) else \
@@ -169,7 +171,8 @@ class _Flat(nn.Module):
         self.found.structure = structure.with_dtensors(
             {k: placed[id(t)] for k, t in enumerate(flat) if id(t) in placed}) if placed else structure
         self.found.assigned = self._before.assigned()
-        effects, every = found_effects(self.found.assigned, changed, [*tensors, *flat])
+        effects, every = found_effects(self.found.assigned, self._before.filled(), changed,
+                                       [*tensors, *flat])
         flat = every[len(tensors):]
         asked, answers = taken_for_granted(len(flat))
         flat += asked
@@ -259,11 +262,13 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         result, assigned = _capture(model, args, kwargs)
         draws.refuse_change(model)
         read = set(map(storage_id, result.constants.values()))
-        for path, held in before.changed_lists():
-            if any(storage_id(t) in read for t in held):
+        for filled in (c.filled for c in result.effects.collected):
+            if any(storage_id(t) in read for t in tensors_in(filled.old)):
+                kind = type(filled.held).__name__.replace("defaultdict", "dict")
                 raise CaptureError(
-                    f"{type(model).__name__}: the forward reads tensors from the list {path}, and replaces "
-                    "them; a captured step would not repeat that. Keep them in buffers (register_buffer)")
+                    f"{type(model).__name__}: the forward reads tensors from the {kind} {filled.path}, and "
+                    "replaces them; a captured step would not repeat that. Keep them in buffers "
+                    "(register_buffer)")
         state = [a for a in read_before(result.effects, result.constants.values()) if is_state(a)]
         if state:                   # they are read and written, as buffers are
             before.restore()
@@ -273,9 +278,12 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             result, assigned = _capture(model, args, kwargs)
         # A second trace from where the first has left the attributes: an equal graph means that the
         # forward does not read what it keeps.
-        effects = _repeated(result, model, args, kwargs, start, assigned) if assigned else result.effects
+        collected = result.effects.collected
+        effects = _repeated(result, model, args, kwargs, start, assigned) if assigned or collected else \
+            result.effects
         if effects is None:
-            names = ", ".join(dict.fromkeys(a.path for a in assigned[:5]))
+            names = ", ".join(dict.fromkeys([*(a.path for a in assigned[:5]),
+                                             *(c.filled.path for c in collected[:5])]))
             what, instead = f"assigns {names}", "Keep such state in a buffer (register_buffer), or return it."
             if any(a.name == HOOKED for a in assigned):
                 what = f"registers backward hooks on its modules ({names})"
@@ -284,7 +292,8 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                            "(model.gradient_checkpointing_disable())")
             error = _NotRepeated(f"{type(model).__name__}: the forward {what}; a captured step would not "
                                  f"repeat that. {instead}")
-            error.learns = any(t.requires_grad for a in assigned for t in tensors_in(a.new))
+            error.learns = any(t.requires_grad for a in assigned for t in tensors_in(a.new)) or any(
+                t.requires_grad for c in collected for t in tensors_in(c.filled.new))
             raise error
         # What only the first forward assigns is assigned now; in a module it may say that hooks were added.
         written = {w.place for w in effects.attributes}
@@ -308,13 +317,16 @@ def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: d
         a.repeat()
         if a.new is not MISSING:
             a.holder.__dict__[a.name] = told_apart(a.holder.__dict__[a.name])
+    for c in first.effects.collected:
+        c.filled.repeat()
     try:
         second, again = _capture(model, args, kwargs)
     except CaptureError:
         return None             # it stumbles over what the first has left
     if _text(first) != _text(second) or read_before(first.effects, first.constants.values()):
         return None
-    return repeated(first.effects, again, type(model).__name__)
+    effects = collected_again(first.effects, second.effects)
+    return None if effects is None else repeated(effects, again, type(model).__name__)
 
 
 def _text(found: Capture) -> str:

@@ -1,4 +1,5 @@
-"""Changes that a forward leaves behind, beside its result: of attributes, of objects among its arguments.
+"""Changes that a forward leaves behind, beside its result: of attributes, of objects among its arguments, of
+lists and dictionaries in which the model or its hooks collect tensors.
 
 A trace sees neither. What a traced forward has left there is found when it is over; its tensors are further
 outputs of the step, and each planned forward writes them where the model's own forward does. A number that a
@@ -17,7 +18,7 @@ from torch import nn
 
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.answers import Answer
-from rkmate.graph.capture.state import MISSING, Assigned, is_made_by_a_hook
+from rkmate.graph.capture.state import MISSING, Assigned, Filled, is_made_by_a_hook
 from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.torch_seam.containers import PLAIN, pytree, tensors_in
 from rkmate.torch_seam.tensors import storage_id
@@ -70,21 +71,45 @@ class ChangedObject:
 
 
 @dataclass(frozen=True)
+class Collected:
+    """A list or dictionary into which each forward puts tensors, and which it does not read."""
+
+    filled: Filled
+    members: Structure
+    """The new members, around `Tensors`."""
+    appends: bool = False
+    """Whether a list gets them in addition to those that it has."""
+
+    def repeat(self, tensors: Tensors) -> None:
+        """Put them there, after a planned forward."""
+        held, members = self.filled.held, self.members.fill(list(tensors))
+        if isinstance(held, dict):
+            for k in self.filled.old.keys() - self.filled.new.keys():
+                held.pop(k, None)
+            held.update(members)
+        else:
+            held[len(held) if self.appends else 0:] = members
+
+
+@dataclass(frozen=True)
 class Effects:
     """Everything that a forward leaves changed, except tensors that it writes to."""
 
     attributes: tuple[Written, ...] = ()
     objects: tuple[ChangedObject, ...] = ()
+    collected: tuple[Collected, ...] = ()
     answers: tuple[Answer, ...] = ()
     """Answers that a forward has to find for all of this, and its result, to be right."""
 
     def __bool__(self) -> bool:
-        return bool(self.attributes or self.objects)
+        return bool(self.attributes or self.objects or self.collected)
 
     def repeat(self, leaves: Callable[[], Sequence[Any]], tensors: Tensors) -> None:
         """Leave them as the forward does. `leaves`: of the arguments."""
         for written in self.attributes:
             written.repeat(tensors)
+        for each in self.collected:
+            each.repeat(tensors)
         if self.objects:
             of = leaves()
             for changed in self.objects:
@@ -97,10 +122,11 @@ def leaves_of(args: Any, kwargs: Any) -> list[Any]:
     return leaves
 
 
-def found_effects(assigned: Sequence[Assigned], changed: Sequence[tuple[int, Any]],
+def found_effects(assigned: Sequence[Assigned], filled: Sequence[Filled], changed: Sequence[tuple[int, Any]],
                   tensors: Sequence[torch.Tensor]) -> tuple[Effects, list[torch.Tensor]]:
-    """Return the changes of one forward (attributes, and objects among the arguments with their numbers), and
-    its tensors with those of the changes. `tensors`: those among the arguments, and in the result."""
+    """Return the changes of one forward (attributes, lists and dictionaries, and objects among the arguments
+    with their numbers), and its tensors with those of the changes. `tensors`: those among the arguments, and
+    in the result."""
     every = list(tensors)
 
     def apart(value: Any) -> Structure:
@@ -114,7 +140,8 @@ def found_effects(assigned: Sequence[Assigned], changed: Sequence[tuple[int, Any
 
     attributes = tuple(Written(a, apart(a.new)) for a in assigned if not is_made_by_a_hook(a))
     objects = tuple(ChangedObject(k, apart(value)) for k, value in changed)
-    return Effects(attributes, objects), every
+    collected = tuple(Collected(f, apart(f.changes())) for f in filled)
+    return Effects(attributes, objects, collected), every
 
 
 def repeated(effects: Effects, again: Sequence[Assigned], name: str) -> Effects:
@@ -140,6 +167,27 @@ def repeated(effects: Effects, again: Sequence[Assigned], name: str) -> Effects:
         if then is not None or tensors_in(first.new):
             attributes.append(written)
     return replace(effects, attributes=tuple(attributes))
+
+
+def collected_again(effects: Effects, again: Effects) -> Effects | None:
+    """Return the effects of a forward, with what a second one has shown: whether lists grow, or begin anew.
+    None if it has filled other lists and dictionaries, or in another way."""
+    second = {id(c.filled.held): c for c in again.collected}
+    if len(second) != len(effects.collected):
+        return None
+    found = []
+    for c in effects.collected:
+        one, then = c.filled, second.get(id(c.filled.held))
+        if then is None or (one.changes().__class__ is dict and (
+                one.changes().keys() != then.filled.changes().keys())):
+            return None
+        two = then.filled
+        count = len(one.changes())
+        if isinstance(one.held, list) and (len(two.changes()) != count or (two.is_longer != one.is_longer and
+                                           (one.old or not one.is_longer))):
+            return None
+        found.append(replace(c, appends=two.is_longer))
+    return replace(effects, collected=tuple(found))
 
 
 def _step(old: Any, new: Any) -> int | float | None:

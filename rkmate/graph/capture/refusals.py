@@ -173,7 +173,8 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
                            "remove them, or hook the parameters or the module's outputs")
     if global_forward_hooks():
         warn("there are forward hooks around every module (register_module_forward_hook): their computations "
-             "are part of the plan, and other effects happen only while the model is traced")
+             "are part of the plan, with the tensors that they put into attributes, lists and dictionaries; "
+             "other effects happen only while the model is traced")
     for name, m in model.named_modules():
         if hooks_outside and m is model:
             continue
@@ -184,15 +185,16 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         hooks = [h for h in (*forward_hooks_of(m).values(), *forward_pre_hooks_of(m).values())
                  if weight_made_by(h) is None and not is_observer(h)]
         if hooks:
-            warn(f"{where} has forward hooks: their computations are part of the plan, and other "
-                 "effects happen only while the model is traced")
+            warn(f"{where} has forward hooks: their computations are part of the plan, with the tensors that "
+                 "they put into attributes, lists and dictionaries; other effects happen only while the "
+                 "model is traced")
         if type(m).__name__ == _FUSED and m.is_per_channel and not m.activation_post_process.min_val.numel():
             raise CaptureError(f"{where} is a {_FUSED} that makes a scale for each channel in its first "
                                "call, which a captured step would not repeat: call the model once before it "
                                "is wrapped")
         if isinstance(m, torch.jit.ScriptModule):
-            raise ArgumentError(f"{where} is a TorchScript module, which cannot be captured: use the module "
-                                "that it was made from instead")
+            raise CaptureError(f"{where} is a TorchScript module, which cannot be captured: use the module "
+                               "that it was made from instead")
         if _is_compiled(m):
             raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
                                 'it with backend="rkmate"')
@@ -203,18 +205,16 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         if isinstance(value, torch.Tensor):
             devices.of(value)
         if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested):
-            raise ArgumentError("an input tensor is nested; only dense tensors can be planned: pad it "
-                                "(torch.nested.to_padded_tensor)" if value.is_nested else
-                                f"an input tensor has the layout {value.layout}; only dense tensors "
-                                "can be planned")
+            raise CaptureError("an input tensor is nested; only dense tensors can be planned: pad it "
+                               "(torch.nested.to_padded_tensor)" if value.is_nested else
+                               f"an input tensor has the layout {value.layout}; only dense tensors "
+                               "can be planned")
         if isinstance(value, torch.Generator):
-            raise ArgumentError("a torch.Generator among the arguments cannot be captured: seed the "
-                                "default generator (torch.manual_seed), or draw outside and pass the "
-                                "tensor")
+            raise CaptureError("a torch.Generator among the arguments cannot be captured: seed the "
+                               "default generator (torch.manual_seed), or draw outside and pass the "
+                               "tensor")
+    refuse_without_shape(model)
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise ArgumentError(f"{tensor_name} has no shape yet (a lazy module): run the model once "
-                                "before wrapping it")
         if tensor.is_meta:
             raise ArgumentError(f"{tensor_name} is on the meta device: give the model memory first "
                                 "(model.to_empty), or plan for a GPU that this machine need not have "
@@ -226,8 +226,16 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
                 "of other tensors are planned where they are frozen (requires_grad_(False)), as a quantized "
                 "base under adapters is")
         if tensor.layout is not torch.strided:
-            raise ArgumentError(f"{tensor_name} has the layout {tensor.layout}; only dense tensors "
-                                "can be planned")
+            raise CaptureError(f"{tensor_name} has the layout {tensor.layout}; only dense tensors "
+                               "can be planned")
+
+
+def refuse_without_shape(model: nn.Module) -> None:
+    """Raise `ArgumentError` for a lazy module that has not been called yet."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise ArgumentError(f"{name} has no shape yet (a lazy module): run the model once before it is "
+                                "wrapped")
 
 
 def _is_compiled(module: nn.Module) -> bool:

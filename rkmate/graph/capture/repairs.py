@@ -211,8 +211,8 @@ PATCHES = (
           new_buffers_as_writes, around="forward"),
     Patch("lost tensors",
           "The trace silently loses the gradient of a closed-over tensor, and writes to it. Both are "
-          "refused.",
-          _of_any_model(lost_tensors_refused), around="forward"),
+          "refused. What is assigned to the .data of a frozen parameter is written into it.",
+          lost_tensors_refused, around="forward"),
     Patch("values of inputs",
           "A trace has no values: a forward that looks at those of its labels, masks or edges stops it. "
           "Values that depend only on inputs are computed from the real inputs before each planned step. (A "

@@ -1,11 +1,14 @@
-"""Side effects of a traced forward: attributes that it assigns, and random numbers of the host."""
+"""Side effects of a traced forward: attributes that it assigns, lists and dictionaries that it fills, and
+random numbers of the host."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,7 +19,13 @@ from torch import nn
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.structure import take_apart
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import HOOKS, REGISTRIES, WEIGHT_LISTS, forward_pre_hooks_of
+from rkmate.torch_seam.modules import (
+    HOOKS,
+    REGISTRIES,
+    WEIGHT_LISTS,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+)
 from rkmate.torch_seam.patches.libraries import weight_made_by
 
 MISSING = object()
@@ -46,9 +55,79 @@ class Assigned:
                 torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
 
 
+_CONTAINERS = (list, dict, OrderedDict, defaultdict)
+_LARGE = 1000
+"""Members of a list or dictionary from which on nothing is looked for inside of them."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A list or dictionary whose members a forward has changed: of the model, of a hook, or global."""
+
+    path: str
+    place: tuple[int, str]
+    """The attribute that leads to it: the identity of its holder's dictionary, and its name."""
+    held: Any
+    old: Any
+    """A copy from before the forward."""
+    new: Any
+    """A copy from after it."""
+
+    @property
+    def is_longer(self) -> bool:
+        """Whether it is a list that begins with all members from before."""
+        return isinstance(self.held, list) and len(self.new) > len(self.old) \
+            and all(map(is_, self.old, self.new))
+
+    def changes(self) -> Any:
+        """Return the members that are new."""
+        if isinstance(self.held, list):
+            return self.new[len(self.old):] if self.is_longer else self.new
+        return {k: v for k, v in self.new.items() if self.old.get(k, MISSING) is not v}
+
+    def repeat(self) -> None:
+        """Fill it again, with zeros in the place of traced tensors."""
+        tensors, structure = take_apart(self.changes(), result=True)
+        members = structure.fill([torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
+        _set(self.held, [*self.old, *members] if self.is_longer else members
+             if isinstance(self.held, list) else {k: members.get(k, v) for k, v in self.new.items()})
+
+
+def _set(held: Any, members: Any) -> None:
+    """Give a list or dictionary other members."""
+    if isinstance(held, list):
+        held[:] = members
+    else:
+        held.clear()
+        held.update(members)
+
+
+def _reached_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """Return the objects that a function may change without being handed them, with names."""
+    if isinstance(function, partial):
+        yield from (("an argument", v) for v in (*function.args, *function.keywords.values()))
+        function = function.func
+    if isinstance(function, MethodType):
+        yield type(function.__self__).__name__, function.__self__
+        function = function.__func__
+    if not isinstance(function, FunctionType):
+        yield type(function).__name__, function
+        return
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:                  # it has no value yet
+            continue
+    yield from (("a default", v) for v in (*(function.__defaults__ or ()),
+                                           *(function.__kwdefaults__ or {}).values()))
+    yield from ((name, function.__globals__[name]) for name in code.co_names
+                if name in function.__globals__)
+
+
 class PythonState:
-    """The attributes of every submodule, and of the objects that they hold, at one moment: to
-    compare with and to go back to."""
+    """The attributes of every submodule, and of the objects that they hold, and the members of lists and
+    dictionaries, at one moment: to compare with and to go back to."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(name, m, dict(m.__dict__),
@@ -59,8 +138,36 @@ class PythonState:
         self._holders: list[tuple[str, Any, dict[str, Any]]] = [
             *((path, m, attributes) for path, m, attributes, _ in self._modules),
             *((path, v, dict(v.__dict__)) for path, v in objects.values())]
-        self._lists = [(f"{path}.{k}" if path else k, v, list(v)) for path, _, d, _ in self._modules
-                       for k, v in d.items() if type(v) is list and any(type(t) is torch.Tensor for t in v)]
+        self._containers: dict[int, tuple[str, tuple[int, str], Any, Any]] = {}
+        for path, holder, attributes in self._holders:
+            self._note_members(path, holder, attributes)
+        hooks = [h for m in model.modules()
+                 for h in (*forward_hooks_of(m).values(), *forward_pre_hooks_of(m).values())]
+        for h in hooks:
+            for name, value in _reached_by(h):
+                self._note(name, (0, ""), value)
+                if _is_object(value) and id(value) not in objects:
+                    objects[id(value)] = name, value
+                    self._holders.append((name, value, dict(value.__dict__)))
+                    self._note_members(name, value, value.__dict__)
+        forwards: dict[Any, None] = dict.fromkeys(type(m).forward for m in model.modules())
+        for forward in forwards:
+            for name, value in _reached_by(forward) if isinstance(forward, FunctionType) else ():
+                self._note(name, (0, ""), value)
+
+    def _note_members(self, path: str, holder: Any, attributes: Mapping[str, Any]) -> None:
+        for k, v in attributes.items():
+            if k not in REGISTRIES and not (isinstance(holder, nn.RNNBase) and k in WEIGHT_LISTS):
+                self._note(f"{path}.{k}" if path else k, (id(holder.__dict__), k), v)
+
+    def _note(self, path: str, place: tuple[int, str], value: Any, depth: int = 2) -> None:
+        """Note the members of a list or dictionary, and of those in it."""
+        if type(value) not in _CONTAINERS or id(value) in self._containers:
+            return
+        self._containers[id(value)] = path, place, value, value.copy()
+        if depth and len(value) <= _LARGE:
+            for k, v in value.items() if isinstance(value, dict) else enumerate(value):
+                self._note(f"{path}[{k!r}]", place, v, depth - 1)
 
     def restore(self) -> None:
         """Put every attribute and every registry back."""
@@ -78,15 +185,20 @@ class PythonState:
                     del holder.__dict__[k]
                 elif holder.__dict__.get(k, MISSING) is not attributes[k]:
                     holder.__dict__[k] = attributes[k]
-        for _, members, were in self._lists:
-            if not _same_members(members, were):
-                members[:] = were
+        self.restore_members()
 
-    def changed_lists(self) -> list[tuple[str, list[torch.Tensor]]]:
-        """Return the lists of tensors in attributes whose members are other objects now, with the tensors
-        that they had."""
-        return [(path, [t for t in content if type(t) is torch.Tensor])
-                for path, members, content in self._lists if not _same_members(members, content)]
+    def restore_members(self) -> None:
+        """Put the members of lists and dictionaries back alone."""
+        for _, _, held, members in self._containers.values():
+            if not _same_members(held, members):
+                _set(held, members)
+
+    def filled(self) -> list[Filled]:
+        """Return the lists and dictionaries with other tensors among their members now."""
+        changed = [Filled(path, place, held, members, held.copy())
+                   for path, place, held, members in self._containers.values()
+                   if not _same_members(held, members)]
+        return [f for f in changed if tensors_in(f.changes())]
 
     def restore_hooks(self) -> None:
         """Put the hooks back alone."""
@@ -109,12 +221,14 @@ class PythonState:
         return found
 
 
-def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+def _same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
     """Return whether these are the same objects under the same names."""
     return len(now) == len(before) and all(now.get(k, MISSING) is v for k, v in before.items())
 
 
-def _same_members(now: Sequence[Any], before: Sequence[Any]) -> bool:
+def _same_members(now: Any, before: Any) -> bool:
+    if isinstance(now, dict):
+        return _same(now, before)
     return len(now) == len(before) and all(map(is_, now, before))
 
 

@@ -172,7 +172,7 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm],
             if isinstance(a.holder, nn.Module) or tensors_in(a.new):
                 raise _Refused("assigns an attribute")
             recorder.note((a.path, repr(a.new)))
-        if flat.found.effects.objects:
+        if flat.found.effects.objects or flat.found.effects.collected:
             raise _Refused("changes an object among its arguments")
         structure = flat.found.structure
         assert structure is not None

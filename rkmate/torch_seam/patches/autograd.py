@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.fx.traceback
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch import fx
+from torch import fx, nn
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._functorch import config, eager_transforms
 from torch._functorch._aot_autograd import collect_metadata_analysis
@@ -29,7 +30,7 @@ from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.nodes import annotation, is_backward, phase_tag
 from rkmate.torch_seam.patches.modules import has_this_memory
 from rkmate.torch_seam.schema import python_kernels_replaced, without_python_kernels
-from rkmate.torch_seam.tensors import is_unwrapped, version_of, without_modes
+from rkmate.torch_seam.tensors import is_unwrapped, storage_id, version_of, without_modes
 from rkmate.torch_seam.trace import is_tangent
 
 # -- Autocast ---------------------------------------------------------------------------------------
@@ -315,9 +316,9 @@ class ClosedOverError(CaptureError):
     """Raised while a forward is traced, before it is known where."""
 
 
-def lost_tensors_refused() -> AbstractContextManager[Any]:
+def lost_tensors_refused(model: nn.Module) -> AbstractContextManager[Any]:
     """Raise `ClosedOverError` for lost tensors while a model's forward is traced."""
-    return _Guard()
+    return _Guard(model)
 
 
 class _Guard(TorchFunctionMode):
@@ -327,16 +328,35 @@ class _Guard(TorchFunctionMode):
     The tracer replaces parameters, buffers and arguments by objects of other classes.
     """
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._read: list[weakref.ref[torch.Tensor]] = []
+        """What `.data` and `detach` have returned."""
+
+    def _write_data(self, place: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the `.data` that a forward assigns to a frozen tensor into the tensor (a moving average of
+        another network's parameters). The same numbers, where nothing shares the old memory or the new."""
+        held = {storage_id(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        old = storage_id(place)
+        if place.requires_grad or is_unwrapped(place) or storage_id(value) in held \
+                or any(t is not None and storage_id(t) == old for t in (r() for r in self._read)) \
+                or (place.shape, place.dtype, place.device, place.stride()) != (
+                    value.shape, value.dtype, value.device, value.stride()):
+            raise ClosedOverError("the forward assigns to the .data of a tensor, which a plan cannot repeat: "
+                                  "keep what changes in a buffer, and write to it (copy_)")
+        with torch.no_grad():
+            place.copy_(value.detach())
+
     def __torch_function__(self, func: Callable[..., Any], types: Iterable[type],
                            args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func == _READ_DATA:          # which a trace does not see
-            return args[0].detach()
+        if func in (_READ_DATA, torch.Tensor.detach):           # a trace does not see the first
+            found = args[0].detach()
+            self._read.append(weakref.ref(found))
+            return found
         if func == _WRITE_DATA:
-            if has_this_memory(*args):
-                return None
-            raise ClosedOverError("the forward assigns to the .data of a tensor, which a plan cannot repeat: "
-                                  "keep what changes in a buffer, and write to it (copy_)")
+            return None if has_this_memory(*args) else self._write_data(*args)
         given = [t for t in _leaves((*args, *kwargs.values())) if is_unwrapped(t)]
         if not given or func.__name__ == "__get__":
             return func(*args, **kwargs)

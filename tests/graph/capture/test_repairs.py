@@ -117,7 +117,7 @@ def test_one_of_another_shape_and_a_new_parameter_are_refused(name: str) -> None
 
 def test_lost_tensors() -> None:
     taught, fixed = torch.ones(2, requires_grad=True), torch.ones(2)
-    with lost_tensors_refused():
+    with lost_tensors_refused(nn.Module()):
         assert (fixed * 2).tolist() == [2, 2]
         with pytest.raises(ClosedOverError, match="requires a gradient"):
             taught * 2

@@ -105,5 +105,5 @@ def test_a_scripted_submodule_is_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
-    with pytest.raises(rkmate.ArgumentError, match=r"Sequential\.1 is a TorchScript module"):
+    with pytest.raises(rkmate.CaptureError, match=r"Sequential\.1 is a TorchScript module"):
         rkmate.plan(model, (X,), budget=1.0, settings=rkmate.Settings(costs="analytic"))
