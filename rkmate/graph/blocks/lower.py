@@ -174,7 +174,8 @@ class _Builder:
         ways: dict[int, InPlace] = {}
         for way in in_place_ways(node, self.storage.__getitem__):
             donor = self.storage[node.args[way.argument]]  # type: ignore[index]
-            if isinstance(donor, int) and donor not in self.tangents:
+            first = bool(outputs) and not self.position[outputs[0]]     # that takes the donor's memory
+            if first and isinstance(donor, int) and donor not in self.tangents:
                 ways.setdefault(donor, way)
         if ways:
             self.in_place[node] = ways

@@ -9,6 +9,7 @@ together.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,14 +110,20 @@ def _shapes(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor
 _BACKWARD = ("Tensor grad_out, Tensor input, Tensor? weight, Tensor save_mean, "
              "Tensor save_invstd, float eps")
 
+
+def _of_parts(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of copies of a few channels, if there are several images, and of their gradients."""
+    return (2 if outputs[0].shape[0] == 1 else 4) * bytes_of_part(outputs[0], 1)
+
+
 register((
     OwnOperator(
         f"batch_norm_backward({_BACKWARD}) -> (Tensor, Tensor, Tensor)", batch_norm_backward,
         in_place=Over("batch_norm_backward.over", 0, "out"),
-        temporaries=lambda inputs, outputs: 4 * bytes_of_part(outputs[0], 1)),
+        temporaries=_of_parts),
     OwnOperator(
         f"batch_norm_backward.over({_BACKWARD}, *, Tensor(a!) out) -> (Tensor(a!), Tensor, Tensor)",
-        batch_norm_backward_over, temporaries=lambda inputs, outputs: 4 * bytes_of_part(outputs[0], 1)),
+        batch_norm_backward_over, temporaries=_of_parts),
     OwnOperator(
         "batch_norm_by_groups(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, "
         "Tensor running_var, bool training, float momentum, float eps) -> "

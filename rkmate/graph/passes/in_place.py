@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.operations import COMMUTES
+from rkmate.graph.passes.node_calls import OwnFunction
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import own_operator, record_of
 from rkmate.torch_seam.storages import contiguous_strides
@@ -69,7 +70,7 @@ class InPlace:
     argument: int
     """Position of the argument whose storage takes the result."""
     target: Any
-    """The operator that does it."""
+    """The operator (or function) that does it."""
     swapped: bool = False
     """Whether the first two arguments change places (sums and products)."""
     keyword: str | None = None
@@ -87,7 +88,8 @@ def in_place_ways(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[I
     result = node.meta.get(VALUE)
     record = record_of(target)
     over = None if record is None else record.in_place
-    if over is not None and isinstance(result, (tuple, list)):
+    function = target if isinstance(target, OwnFunction) and target.over is not None else None
+    if (over is not None or function is not None) and isinstance(result, (tuple, list)):
         result = result[0]
     if not isinstance(result, torch.Tensor):
         return []
@@ -108,6 +110,8 @@ def in_place_ways(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[I
         ways.append(InPlace(0, _INTO_INPUT_BY_ROWS[target], keyword="out"))
     elif over is not None:
         ways.append(InPlace(over.argument, own_operator(over.name), keyword=over.keyword))
+    elif function is not None:
+        ways.append(InPlace(function.over, function, keyword="over"))
     return [w for w in ways if _fits(node, w, result, storage)]
 
 

@@ -81,6 +81,9 @@ class OwnFunction(ABC):
     prefix: str
     imports: tuple[str, ...] = ()
     """Statements that its text needs before it."""
+    over: int | None = None
+    """The position of the argument whose memory its first result may take. It is then passed once more, as
+    keyword ``over``."""
 
     @property
     def __name__(self) -> str:

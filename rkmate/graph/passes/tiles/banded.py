@@ -3,6 +3,8 @@ what their windows see of the neighbours, sequences by blocks."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate.graph.passes.joint import owner_of
 from rkmate.graph.passes.tiles.pieces import Band
 from rkmate.graph.passes.tiles.source import Result, add_product, new_tensor, statement
 from rkmate.graph.passes.tiles.steps import peak_bytes, steps_of
@@ -90,8 +93,29 @@ class Banded(InTiles):
     def tile_bytes(self, inside: Callable[[fx.Node], int]) -> int:
         """Return the most bytes in addition to the results: of one tile, and of sums in another type than
         their result's. `inside`: the temporaries of an operation of a tile."""
-        return max(peak_bytes(run.graph, [n for _, n in _products(self, run)], inside) for run in self.runs) \
-            + self.sum_bytes(apart=True)
+        most = max(peak_bytes(run.graph, [n for _, n in _products(self, run)], inside, _held(self, run))
+                   for run in self.runs)
+        return most + self.sum_bytes(apart=True) + self._carried_bytes
+
+    @functools.cached_property
+    def over(self) -> int | None:                               # type: ignore[override]
+        """The position of the argument over which tiles can write the first result: each tile reads its own
+        part of it, and later tiles read later parts. None if there is none."""
+        made, first = [run for run in self.runs if 0 in run.makes], self.gives[0]
+        if first.dim is None or self.runs[-len(made):] != tuple(made) or any(
+                run.makes.count(0) > 1 or owner_of(_first(run)).op == "placeholder" for run in made):
+            return None
+        return next((k for k in reversed(range(len(self.runs[0].takes[0]))) if _covers(made, k, first)), None)
+
+    @property
+    def _carried_bytes(self) -> int:
+        """The bytes of what the first result keeps from one tile for the next."""
+        if self.over is None:
+            return 0
+        first, dim = self.gives[0], self.gives[0].dim
+        assert dim is not None
+        most = max(_overlap(run, self.over)[1] for run in self.runs if 0 in run.makes)
+        return math.prod(first.shape) // first.shape[dim] * most * first.dtype.itemsize
 
     def __repr__(self) -> str:
         return f"{self.name}({self.about}, {self.parts} tiles)"
@@ -182,6 +206,72 @@ def _follow(tiles: Sequence[Tile]) -> bool:
                for a, b, c in zip(*((*t.takes, *t.gives) for t in tiles[-3:]), strict=True))
 
 
+# -- The first result in the memory of an argument -------------------------------------------------
+
+
+def _first(run: TileRun) -> fx.Node:
+    """Return the tile's part of the first result."""
+    output: Any = run.graph.output_node().args[0]
+    node: fx.Node = output[run.makes.index(0)]
+    return node
+
+
+def _held(banded: Banded, run: TileRun) -> list[fx.Node]:
+    """Return the results that are put where they belong after a tile's last operation: before, the tile may
+    still read what they overwrite."""
+    return [_first(run)] if banded.over is not None and 0 in run.makes else []
+
+
+def _pairs(run: TileRun, argument: int) -> list[tuple[Band | None, Band | None]]:
+    """Return each tile's part of an argument and of the first result."""
+    k = run.makes.index(0)
+    return [(takes[argument], gives[k]) for takes, gives in zip(run.takes, run.gives, strict=True)]
+
+
+def _overlap(run: TileRun, argument: int) -> tuple[int, int]:
+    """Return how much of the first result a tile makes before and after its part of an argument."""
+    mine, made = _pairs(run, argument)[0]
+    assert mine is not None and made is not None
+    return mine.start - made.start, made.stop - mine.stop
+
+
+def _covers(runs: Sequence[TileRun], argument: int, first: Part) -> bool:
+    """Return whether tiles read an argument like the first result part by part, and make of each part, and
+    of parts beside it no larger than a tile's."""
+    at = carried = 0
+    for run in runs:
+        value, pairs = _inputs(run)[argument].meta[VALUE], _pairs(run, argument)
+        for mine, made in pairs:
+            if mine is None or made is None or not mine.dim == made.dim == first.dim or mine.start != at \
+                    or made.start > at or made.stop < mine.stop or carried > len(mine):
+                return False
+            at, carried = mine.stop, made.stop - mine.stop
+        like = list(first.shape)
+        like[first.dim or 0] = value.shape[first.dim or 0]
+        if list(value.shape) != like or value.dtype != first.dtype or len(
+                {(a.start - b.start, b.stop - a.stop) for a, b in pairs if a and b}) > 1:
+            return False
+    return not carried and at == first.shape[first.dim or 0]
+
+
+def _put_first(banded: Banded, run: TileRun) -> list[str]:
+    """Return the lines that put a tile's part of the first result over its part of an argument, and what lies
+    beside it before, which is written, and after, which the next tile still has to read."""
+    first, name, dim = banded.gives[0], _first(run).name, banded.gives[0].dim
+    assert banded.over is not None and dim is not None
+    own = [mine for mine, _ in _pairs(run, banded.over) if mine is not None]
+    before, after = _overlap(run, banded.over)
+    part = f"{name}.narrow({dim}, {before}, {len(own[0])})" if before or after else name
+    lines = [f"{_part('result_0', own)}.copy_({part})"]
+    if before:
+        earlier = [Band(dim, band.start - before, band.start) for band in own]
+        lines.insert(0, f"{_part('result_0', earlier)}.add_({name}.narrow({dim}, 0, {before}))")
+    if first.overlaps:
+        lines.append(f"{_part('result_0', own)}.narrow({dim}, 0, carried.shape[{dim}]).add_(carried)")
+        lines.append(f"carried = {name}.narrow({dim}, {before + len(own[0])}, {after}).clone()")
+    return [*lines, f"del {name}"]
+
+
 # -- Source ----------------------------------------------------------------------------------------
 
 
@@ -189,11 +279,15 @@ def _function(banded: Banded, name: str, write: Writer) -> str:
     inputs = _inputs(banded.runs[0])
     cut = [any(tile[k] is not None for run in banded.runs for tile in run.takes) for k in range(len(inputs))]
     given = [f"all_{n.name}" if c else n.name for n, c in zip(inputs, cut, strict=True)]
-    lines = [f"def {name}({', '.join(given)}):", f'    """{banded.about}, {banded.parts} tiles."""']
+    over = [] if banded.over is None else ["over=None"]
+    lines = [f"def {name}({', '.join([*given, *over])}):", f'    """{banded.about}, {banded.parts} tiles."""']
     for k, part in enumerate(banded.gives):
-        kind = "zeros" if part.is_sum or part.overlaps else "empty"
+        first = bool(over) and k == 0
+        kind = "zeros" if (part.is_sum or part.overlaps) and not first else "empty"
         made = new_tensor(kind, list(part.shape), part.sums_in, part.device, write)
-        lines.append(f"    result_{k} = {made}")
+        lines.append(f"    result_{k} = {made}{' if over is None else over' if first else ''}")
+        if first and part.overlaps:
+            lines.append(f"    carried = result_0.narrow({part.dim}, 0, 0)")
     for run in banded.runs:
         body = _body(banded, run, given, write)
         if len(run.takes) > 1:
@@ -225,15 +319,17 @@ def _body(banded: Banded, run: TileRun, given: Sequence[str], write: Writer) -> 
     at_once = [k for k, n in enumerate(output) if n.op == "placeholder"]
     body += [f"{parts[k]}.{put[k]}({output[k].name})" for k in at_once]
     fused = {n: parts[k] for k, n in _products(banded, run)}
-    for step in steps_of(run.graph):
+    held = _held(banded, run)
+    for step in steps_of(run.graph, held):
         if step.node in fused:
             body.append(add_product(fused[step.node], step.node, write))
         else:
             body.append(statement(step, write))
-            body += [f"{parts[k]}.{put[k]}({n.name})" for k, n in enumerate(output) if n is step.node]
-        ends = [n.name for n in step.ends if n not in fused]
+            body += [f"{parts[k]}.{put[k]}({n.name})" for k, n in enumerate(output)
+                     if n is step.node and not (held and run.makes[k] == 0)]
+        ends = [n.name for n in step.ends if n not in fused and n not in held]
         body += [f"del {', '.join(ends)}"] if ends else []
-    return body
+    return [*body, *(_put_first(banded, run) if held else [])]
 
 
 def _products(banded: Banded, run: TileRun) -> list[tuple[int, fx.Node]]:

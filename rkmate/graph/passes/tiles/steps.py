@@ -25,12 +25,14 @@ class Step:
     """Values that nobody reads after it."""
 
 
-def steps_of(graph: fx.Graph) -> tuple[Step, ...]:
-    """Return the operations of a tile's graph."""
+def steps_of(graph: fx.Graph, held: Collection[fx.Node] = ()) -> tuple[Step, ...]:
+    """Return the operations of a tile's graph. `held`: results that are put where they belong after the last
+    operation."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     at = {n: k for k, n in enumerate(nodes)}
     # A result is put where it belongs at once, so that it counts as read where it is made.
-    last = {n: max((at[u] for u in n.users if u in at), default=at[n]) for n in nodes}
+    last = {n: len(nodes) - 1 if n in held else max((at[u] for u in n.users if u in at), default=at[n])
+            for n in nodes}
     owner = {n: owner_of(n) for n in graph.nodes if n.op != "output"}
     storage_ends: dict[fx.Node, int] = {}
     for n in nodes:
@@ -55,27 +57,28 @@ def _argument(node: fx.Node, way: InPlace) -> fx.Node:
     return found
 
 
-def peak_bytes(graph: fx.Graph, added: Collection[fx.Node], inside: Callable[[fx.Node], int]) -> int:
+def peak_bytes(graph: fx.Graph, added: Collection[fx.Node], inside: Callable[[fx.Node], int],
+               held: Collection[fx.Node] = ()) -> int:
     """Return the most bytes that a tile's own values take at once. `added`: products that are added to their
-    sum in place. `inside`: the temporaries of an operation."""
+    sum in place. `inside`: the temporaries of an operation. `held`: see `steps_of`."""
     live = peak = 0
-    held: dict[fx.Node, int] = {}
+    taken: dict[fx.Node, int] = {}
     count: dict[fx.Node, int] = {}
     owner: dict[fx.Node, fx.Node] = {}
-    for step in steps_of(graph):
+    for step in steps_of(graph, held):
         node = step.node
         base = _argument(node, step.way) if step.way is not None else owner_of(node)
         owner[node] = owner.get(base, base) if base is not node else node
         if owner[node] is node:
-            held[node] = 0 if node in added else _bytes(node.meta[VALUE])
-            live += held[node]
+            taken[node] = 0 if node in added else _bytes(node.meta[VALUE])
+            live += taken[node]
         count[owner[node]] = count.get(owner[node], 0) + 1
         peak = max(peak, live + inside(node))
         for n in step.ends:
             if n in owner:
                 count[owner[n]] -= 1
                 if not count[owner[n]]:
-                    live -= held.pop(owner[n], 0)
+                    live -= taken.pop(owner[n], 0)
     return peak
 
 

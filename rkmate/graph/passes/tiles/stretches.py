@@ -27,7 +27,7 @@ from rkmate.graph.passes.joint import Joint, readers_of
 from rkmate.graph.passes.tiles.cuts import EVEN, piece, summand, summed
 from rkmate.graph.passes.tiles.matching import Matcher
 from rkmate.graph.passes.tiles.norms import moved_on, norm_of
-from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, shape_of
+from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, shape_of, value_of
 from rkmate.graph.passes.tiles.rewrite import call_meta, item_of, late_nodes, put_in_order
 from rkmate.graph.passes.tiles.stretch import (
     STATISTICS,
@@ -319,7 +319,7 @@ class _Parting:
     labels: _Labels
     nodes: list[fx.Node]
     handed: Collection[fx.Node]
-    moving: Collection[fx.Node]
+    moving: set[fx.Node]
     least: float
     """Bytes that something else needs."""
 
@@ -377,6 +377,10 @@ class _Parting:
             (2 + (n in alone)) * _bytes(n) for n in {_looked_at(n) for n in read - cut})
         if labels.axis.columns:             # the gradient that theirs is computed from stands, too
             fixed += sum(_bytes(n) for n in made if n in labels.dims)
+        like = {(shape_of(n), value_of(n).dtype) for n in made if n in labels.dims}
+        # A gradient that leaves takes the memory of one that enters.
+        fixed -= max((_bytes(n) for n in cut & self.moving if (shape_of(n), value_of(n).dtype) in like),
+                     default=0)
         own = _weight(nodes)
         if not made or fixed >= whole or len(nodes) < 2 or any(n not in labels for n in made) \
                 or len(norms) > MOST_NORMS:
@@ -494,6 +498,9 @@ def _rewrite(joint: Joint, plan: _Plan) -> list[str] | None:
     if matched is None:
         return None
     entering, groups = matched
+    # The first gradient may take the memory of one that enters.
+    like = {(shape_of(r), value_of(r).dtype) for r, _ in entering}
+    groups.sort(key=lambda g: -_bytes(g[1]) if (shape_of(g[1]), value_of(g[1]).dtype) in like else 0)
     forward = backward = counted = None
     norms = stretch.norms(stretch.results)
     for parts in range(min(plan.parts, stretch.most_parts()), 1, -1):

@@ -57,8 +57,8 @@ class InTiles(OwnFunction):
         """Return tensors like the results."""
         return tuple(torch.empty(g.shape, dtype=g.dtype, device=g.device) for g in self.gives)
 
-    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        result: tuple[torch.Tensor, ...] = _compiled(self.text, self.name)(*args)
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        result: tuple[torch.Tensor, ...] = _compiled(self.text, self.name)(*args, **kwargs)
         return result
 
 
