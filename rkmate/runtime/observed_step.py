@@ -107,9 +107,9 @@ class ObservedStep:
         """Of each node of the backward: what the rest held, and what gradients took when it began; and what
         parts held."""
         self._calls: dict[int, PartCall] = {}
-        self._stretches: list[PartCall | tuple[int, bool]] = []
-        """Stretches of the forward: calls of parts; of others, what the rest held at the beginning, and
-        whether parts were called before."""
+        self._stretches: list[tuple[PartCall | None, int, int]] = []
+        """Stretches of the forward: the call of a part, what the rest held at the beginning, and what parts
+        held."""
         self._fixed = {k for t in fixed if (k := key_of(t)) is not None}
         self._given: set[int] = set()
         """Storages that the caller holds: arguments of the outermost call."""
@@ -198,18 +198,20 @@ class ObservedStep:
             running.__exit__(type(error) if error else None, error, None)
             if error is None:
                 for number, peak in meter.peaks().items():
-                    stretch = self._stretches[number]
-                    if isinstance(stretch, PartCall):
-                        stretch.peak = peak
-                    elif stretch[1]:
-                        self.alone = max(self.alone, stretch[0] + peak)
+                    call, level, others = self._stretches[number]
+                    self.peak = max(self.peak, level + others + peak)
+                    if call is not None:
+                        call.peak = peak
+                    elif others:
+                        self.alone = max(self.alone, level + peak)
                     else:
-                        self.early = max(self.early, stretch[0] + peak)
+                        self.early = max(self.early, level + peak)
 
     def _begin_stretch(self, call: PartCall | None = None) -> None:
         if self._meter is not None and self._depth:
             self._stretch = self._meter.part(len(self._stretches))
-            self._stretches.append(call or (self._saved[REST] + self.unsaved, self._count > 0))
+            self._stretches.append((call, self._saved[REST] + self.unsaved,
+                                    self._saved.total() - self._saved[REST]))
             self._stretch.__enter__()
 
     def _end_stretch(self) -> None:

@@ -51,6 +51,8 @@ WORTH = 0.02
 """The share of what a step keeps for the backward that a kind of part has to keep, to be planned."""
 ABOUT = 0.05
 """The share of its bytes by which a call may differ from another one of about the same size."""
+FULL = 0.97
+"""The share of what calls hold that schedules are looked for with, at most, where not all of it fits."""
 SIZES = 4
 """The number of sizes of calls that submodules of a kind are captured for; calls of further sizes count by
 the bytes that they save."""
@@ -411,6 +413,8 @@ class Parts:
         most = max(step.peak + kept - sum(k.saved for k in kinds), beside + kept + extra)
         budget = self._planning.budget.of(most)
         share = (budget - beside) / max(1, held)
+        if budget < held + max(alone, beside + extra):          # there is no room for all of it
+            share = min(share, FULL)
         items: list[Item] = []
         places: list[tuple[Kind, nn.Module]] = []
         counts: Counter[nn.Module] = Counter()
