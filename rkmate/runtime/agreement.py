@@ -150,8 +150,10 @@ class Ranks:
         """Return the costs of a graph's operations, each that of the rank that takes longest. The first rank,
         which plans, calls this while the others call `measure_too`. `own`: measures on this rank."""
         self._exchanged(f"{blocked.variant.name}, {blocked.traced.settings.deferred_outputs}")
-        mine = own()
-        texts = self._exchanged("")
+        try:
+            mine = own()
+        finally:                        # the others wait here, whatever happens
+            texts = self._exchanged("")
         self._refuse_failures(["" if text.startswith("[") else text for text in texts])
         rows = [list(map(read_cost, json.loads(text))) for text in texts if text]
         return {i: functools.reduce(_larger, (row[i] for row in rows if len(row) == len(mine)), cost)

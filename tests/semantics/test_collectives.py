@@ -351,6 +351,25 @@ def _slowed(rank: int) -> dict[str, Any]:
     return {"times": len(first), "equal": first == second, "slowest": slowest}
 
 
+def _not_measured(rank: int) -> dict[str, Any]:
+    """Measuring fails on one rank, then on the other."""
+    errors, seconds = [], Timings.seconds
+
+    def fails(self: Timings, key: Any) -> float:
+        raise RuntimeError("no clock")
+
+    for failing in range(2):
+        try:
+            if rank == failing:
+                Timings.seconds = fails  # type: ignore[method-assign]
+            errors.append(_caught(lambda: rkmate.wrap(
+                _Net(_detached), (torch.randn(50 + failing, 32),), budget=0.7, progress=False,
+                settings=Settings(**QUICK))))  # type: ignore[arg-type]
+        finally:
+            Timings.seconds = seconds  # type: ignore[method-assign]
+    return {"errors": errors}
+
+
 class _Images(nn.Module):
     """Convolutions with norms over the batches of all ranks, with kernels for the CPU."""
 
@@ -466,7 +485,7 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
        for k, (name, (way, opaque)) in enumerate(REFUSED.items())},
     **{name: lambda rank, way=way: _planned(rank, way) for name, way in WAYS.items()},
     "synchronized": _synchronized, "peaks": _peaks, "slowed": _slowed, "another shape": _another_shape,
-    "too small": _too_small,
+    "too small": _too_small, "not measured": _not_measured,
     "applied": _applied, "by parts": lambda rank: _by_parts(rank, _objects),
     "applied as a whole": lambda rank: _by_parts(rank, _detached), "shared": _shared,
     "replicated": _replicated, "groups of one": _in_groups_of_one}
@@ -529,6 +548,14 @@ def test_a_slow_rank_follows_the_same_plans(found: Found) -> None:
     for rank in found["slowed"]:
         assert "failed" not in rank, rank["failed"]
         assert rank == {"times": 6, "equal": True, "slowest": {1.0}}
+
+
+def test_measuring_that_fails_on_one_rank_is_an_error_on_both(found: Found) -> None:
+    for rank in found["not measured"]:
+        assert "failed" not in rank, rank["failed"]
+        (first, text), (second, other) = rank["errors"]
+        assert first == "CaptureError" and "no clock" in text
+        assert second == "RankError" and "rank 1: CaptureError" in other and "no clock" in other
 
 
 def test_another_shape_and_another_model(found: Found) -> None:
