@@ -29,7 +29,7 @@ import torch
 
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.effects import Effects, leaves_of
+from rkmate.graph.capture.effects import Effects
 from rkmate.graph.capture.recipe import Recipe, Recipes
 from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
@@ -217,7 +217,7 @@ class Result(Adapter):
 
 
 class Changes(Adapter):
-    """Leaves attributes, and objects among the arguments, changed as the forward does."""
+    """Leaves attributes, collected tensors, and objects among the arguments, changed as the forward does."""
 
     def __init__(self, effects: Effects) -> None:
         self._effects = effects
@@ -228,7 +228,7 @@ class Changes(Adapter):
 
     def invert(self, record: Arguments, outputs: list[Any]) -> list[Any]:
         """Return the outputs, after the changes."""
-        self._effects.repeat(lambda: leaves_of(record.args, record.kwargs), [*record.tensors, *outputs])
+        self._effects.repeat(record.args, record.kwargs, [*record.tensors, *outputs])
         return outputs
 
 

@@ -290,10 +290,16 @@ def _attributes(key: Guards, other: Guards) -> list[str]:
 
 
 def changing(key: Guards, others: Iterable[Guards]) -> list[str]:
-    """Return the attributes that had another value in each of the latest keys that are otherwise equal.
+    """Return what had another value in each of the latest keys that are otherwise equal: attributes by name,
+    or arguments.
 
     `others`: the latest last. Empty while the values are few.
     """
+    others = list(others)
+    numbers = [k.constants for k in others
+               if k.constants != key.constants and k._replace(constants=key.constants) == key]
+    if len({*numbers[1 - _MANY:], key.constants}) == _MANY:
+        return ["an argument that is no tensor"]
     alike = [k.attributes for k in others
              if k.attributes != key.attributes and k._replace(attributes=key.attributes) == key]
     if len(alike) < _MANY - 1:

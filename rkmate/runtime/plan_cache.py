@@ -355,8 +355,8 @@ class PlanCache:
             warn(
                 f"{type(self.model).__name__}: {', '.join(names[:5])} changed before each of the latest "
                 "plans, and each value takes a plan of its own. Make a tensor or a number that changes "
-                "during training a buffer (register_buffer, and copy_ for new values), or an argument "
-                "of the forward")
+                "during training a buffer (register_buffer, and copy_ for new values), or a tensor "
+                "among the arguments")
 
     def current(self, known: Specialization, tensors: Sequence[torch.Tensor]) -> Executable:
         """Return the plan that the next forward follows; made for the loss of the latest one."""

@@ -226,9 +226,10 @@ class Attributes:
 
 
 def attributes_of(model: nn.Module) -> Attributes:
-    """Return the attributes that exist now, and `forward`. Attributes that a library's forward adds later do
-    not belong to a plan."""
+    """Return the attributes that exist now, `forward`, and those for which a class has a plain value, which
+    an object may get later. Others that a library's forward adds later do not belong to a plan."""
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
+    defaults = {kind: _defaults(kind) for kind in set(map(type, model.modules()))}
     plain: list[Attribute] = []
     boxes: list[Box] = []
     for path, m in model.named_modules():
@@ -237,12 +238,19 @@ def attributes_of(model: nn.Module) -> Attributes:
         made = {weight_made_by(h) for h in forward_pre_hooks_of(m).values()}
         names = [k for k, v in m.__dict__.items()
                  if k not in _SKIPPED and k not in made and not isinstance(v, _OPEN)]
-        plain += [Attribute(m, k, prefix + k) for k in dict.fromkeys(("forward", *names))]
+        plain += [Attribute(m, k, prefix + k) for k in dict.fromkeys(("forward", *names, *defaults[type(m)]))]
         boxes += [Box(m, k, prefix + k) for k, v in m.__dict__.items()
                   if k not in (PARAMETERS, BUFFERS)
                   and (k in _LISTS or any(isinstance(t, torch.Tensor) and id(t) not in own
                                           for t in _members(v)))]
     return Attributes(tuple(plain), tuple(boxes))
+
+
+def _defaults(kind: type) -> list[str]:
+    """Return the names for which a class of the user has a plain value."""
+    return sorted({k for c in kind.__mro__ if not c.__module__.startswith(("torch.", "builtins"))
+                   for k, v in vars(c).items() if isinstance(v, SCALARS) and not k.startswith("__")
+                   and k not in _SKIPPED})
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import pytest
@@ -343,3 +344,82 @@ def test_what_a_trace_collects_is_gone_when_it_fails() -> None:
     with pytest.raises(CaptureError):
         planned(model, torch.randn(4, 8))
     assert model.found == [] and model.by_layer == {0: [], 1: [], 2: []}
+
+
+class GivenPlaces(nn.Module):
+    """Puts what it computes into a list and a dictionary that its caller gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor], *, out: dict[str, Any]) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            losses.append(x.pow(2).mean())
+        out["parts"][0] = x * out["scale"]
+        out["last"] = x
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:the loss depends on output")
+def test_tensors_that_are_put_into_arguments() -> None:
+    torch.manual_seed(0)
+    model, x = GivenPlaces(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    rkmate.apply(model, budget=1.0, progress=False, settings=rkmate.Settings(costs="analytic"))
+    first = torch.ones(())
+    for step in range(3):
+        found = []
+        for m in (plain, model):
+            m.zero_grad()
+            losses, out = [first], {"scale": 2.0, "parts": [None, 1]}
+            y = m(x, losses, out=out)
+            assert len(losses) == 3 and losses[0] is first and out["parts"][1] == 1
+            loss = y.sum() + sum(losses) + out["parts"][0].pow(2).sum() + out["last"].sum()
+            loss.backward()
+            found.append((loss.detach(), *(p.grad for p in m.parameters())))
+        for a, b in zip(*found, strict=True):           # the first step does not know of this loss
+            torch.testing.assert_close(a, b, rtol=1e-5 if not step else 0, atol=1e-6 if not step else 0)
+    call = planned_call_of(model)
+    assert call is not None and call.whole.has_plan
+
+
+LAST: Any = None
+
+
+class LeavesElsewhere(nn.Linear):
+    last: Any = None
+
+    def __init__(self, way: str) -> None:
+        super().__init__(8, 8)
+        self.way, self.settings, self.recent = way, Settings(), deque([1], maxlen=2)
+        self.settings.seen = Settings()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global LAST
+        x = super().forward(x).tanh()
+        if self.way == "class":
+            type(self).last = x
+        elif self.way == "global":
+            LAST = x
+        elif self.way == "object":
+            self.settings.seen.seen = x
+        elif self.way == "deque":
+            self.recent.append(x)
+        else:
+            x.retain_grad()
+        return x * 2
+
+
+@pytest.mark.parametrize(("way", "place"), [
+    ("class", "LeavesElsewhere.last"), ("global", "LAST"), ("object", "settings"),
+    ("deque", "the deque recent"), ("gradient", "retain_grad")])
+def test_tensors_that_are_left_elsewhere_are_refused(way: str, place: str) -> None:
+    model = LeavesElsewhere(way)
+    try:
+        with pytest.raises(CaptureError, match=place):
+            planned(model, torch.randn(4, 8))
+        assert [*model.recent] == [1]
+    finally:
+        LeavesElsewhere.last = globals()["LAST"] = None

@@ -332,6 +332,7 @@ class Shifts:
         return y + 1
 
 
+@pytest.mark.filterwarnings("ignore:.* an argument that is no tensor changed")
 def test_functions_as_arguments_are_not_taken_for_those_that_are_gone() -> None:
     class Applies(nn.Linear):
         def forward(self, x: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

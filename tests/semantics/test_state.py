@@ -346,6 +346,29 @@ def test_another_value_of_an_attribute_is_another_plan() -> None:
         assert_same_gradients(model, module, lambda run: run(x).sum())
 
 
+@pytest.mark.parametrize("way", ["attribute", "argument"])
+def test_numbers_that_change_in_each_call_are_warned_of(way: str) -> None:
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def forward(self, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+            return super().forward(x) * self.scale * by
+
+    model, x = Scaled(8, 8), torch.randn(2, 8)
+    rkmate.apply(model, budget=1.0, progress=False, settings=rkmate.Settings(costs="analytic"))
+
+    def steps() -> None:
+        for k in range(1, 6):
+            if way == "attribute":
+                model.scale = 1 / k                 # the class has it before
+            y = model(x, by=1 / k if way == "argument" else 1.0)
+            assert torch.equal(y, nn.functional.linear(x, model.weight, model.bias) * (1 / k))
+            y.sum().backward()
+
+    with pytest.warns(rkmate.RkmateWarning, match="(scale|no tensor) changed before each of the latest"):
+        steps()
+
+
 def test_another_dropout_rate_is_another_plan() -> None:
     model, x = Tower(dropout=0.5), torch.randn(8, 16)
     module = planned(model, x)

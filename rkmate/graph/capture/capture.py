@@ -40,7 +40,7 @@ from rkmate.graph.capture.refusals import (
     refuse_sparse,
 )
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
-from rkmate.graph.capture.state import MISSING, Assigned, HostDraws, PythonState
+from rkmate.graph.capture.state import MISSING, Assigned, HostDraws, PythonState, filled, members_of
 from rkmate.graph.capture.structure import LOCAL, Structure, piece_name, take_apart
 from rkmate.graph.capture.values import (
     Values,
@@ -162,6 +162,7 @@ class _Flat(nn.Module):
         self._before.restore_members()          # another way to export may have failed
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
+        members = members_of(args, kwargs)
         with repaired("forward", self.model), contextlib.nullcontext() if is_off(INNER) else \
                 noting_inner_gradients(self.found.note_gradient), as_dtensors():
             out, placed = local_results(self.model(*args, **kwargs))
@@ -171,8 +172,12 @@ class _Flat(nn.Module):
         self.found.structure = structure.with_dtensors(
             {k: placed[id(t)] for k, t in enumerate(flat) if id(t) in placed}) if placed else structure
         self.found.assigned = self._before.assigned()
-        effects, every = found_effects(self.found.assigned, self._before.filled(), changed,
-                                       [*tensors, *flat])
+        own = ((keys, filled(f"argument {keys[0]!r}", (0, ""), held, old))
+               for keys, (held, old) in members.items())
+        effects, every = found_effects(
+            self.found.assigned, [*(((), f) for f in self._before.filled()),
+                                  *((keys, f) for keys, f in own if f is not None)], changed,
+            [*tensors, *flat])
         flat = every[len(tensors):]
         asked, answers = taken_for_granted(len(flat))
         flat += asked
@@ -262,11 +267,11 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         result, assigned = _capture(model, args, kwargs)
         draws.refuse_change(model)
         read = set(map(storage_id, result.constants.values()))
-        for filled in (c.filled for c in result.effects.collected):
-            if any(storage_id(t) in read for t in tensors_in(filled.old)):
-                kind = type(filled.held).__name__.replace("defaultdict", "dict")
+        for one in (c.filled for c in result.effects.collected):
+            if any(storage_id(t) in read for t in tensors_in(one.old)):
+                kind = type(one.held).__name__.replace("defaultdict", "dict")
                 raise CaptureError(
-                    f"{type(model).__name__}: the forward reads tensors from the {kind} {filled.path}, and "
+                    f"{type(model).__name__}: the forward reads tensors from the {kind} {one.path}, and "
                     "replaces them; a captured step would not repeat that. Keep them in buffers "
                     "(register_buffer)")
         state = [a for a in read_before(result.effects, result.constants.values()) if is_state(a)]
@@ -299,12 +304,18 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         written = {w.place for w in effects.attributes}
         kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)
                 and (id(a.holder.__dict__), a.name) not in written]
-        return replace(result, assigned=tuple(kept), effects=effects)
+        found = replace(result, assigned=tuple(kept), effects=effects)
     finally:
         draws.restore()
         before.restore()
         for a in kept:
             a.repeat()
+    left_in = before.leaked() if all(devices.of(t).elsewhere is None for t in model.parameters()) else None
+    if left_in is not None:
+        raise CaptureError(f"{type(model).__name__}: the forward leaves a tensor in {left_in}, which a "
+                           "planned step would not do again: put it into an attribute of a module, a list or "
+                           "a dictionary, or return it")
+    return found
 
 
 def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -318,7 +329,8 @@ def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: d
         if a.new is not MISSING:
             a.holder.__dict__[a.name] = told_apart(a.holder.__dict__[a.name])
     for c in first.effects.collected:
-        c.filled.repeat()
+        if not c.at:
+            c.filled.repeat()
     try:
         second, again = _capture(model, args, kwargs)
     except CaptureError:

@@ -8,8 +8,10 @@ forward only adds to is added to.
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,12 +79,18 @@ class Collected:
     filled: Filled
     members: Structure
     """The new members, around `Tensors`."""
+    at: tuple[Any, ...] = ()
+    """The keys that lead to it, if it is among the arguments of a call."""
     appends: bool = False
     """Whether a list gets them in addition to those that it has."""
 
-    def repeat(self, tensors: Tensors) -> None:
+    def repeat(self, tensors: Tensors, args: Any, kwargs: Any) -> None:
         """Put them there, after a planned forward."""
         held, members = self.filled.held, self.members.fill(list(tensors))
+        if self.at:
+            first, *keys = self.at
+            held = functools.reduce(operator.getitem, keys, args[first] if isinstance(first, int)
+                                    else kwargs[first])
         if isinstance(held, dict):
             for k in self.filled.old.keys() - self.filled.new.keys():
                 held.pop(k, None)
@@ -104,29 +112,24 @@ class Effects:
     def __bool__(self) -> bool:
         return bool(self.attributes or self.objects or self.collected)
 
-    def repeat(self, leaves: Callable[[], Sequence[Any]], tensors: Tensors) -> None:
-        """Leave them as the forward does. `leaves`: of the arguments."""
+    def repeat(self, args: Any, kwargs: Any, tensors: Tensors) -> None:
+        """Leave them as the forward does that was called with these arguments."""
         for written in self.attributes:
             written.repeat(tensors)
         for each in self.collected:
-            each.repeat(tensors)
+            each.repeat(tensors, args, kwargs)
         if self.objects:
-            of = leaves()
+            leaves = pytree.tree_leaves((args, kwargs))
             for changed in self.objects:
-                changed.repeat(of, tensors)
+                changed.repeat(leaves, tensors)
 
 
-def leaves_of(args: Any, kwargs: Any) -> list[Any]:
-    """The leaves of the arguments of a call: tensors, plain values and objects."""
-    leaves: list[Any] = pytree.tree_leaves((args, kwargs))
-    return leaves
-
-
-def found_effects(assigned: Sequence[Assigned], filled: Sequence[Filled], changed: Sequence[tuple[int, Any]],
-                  tensors: Sequence[torch.Tensor]) -> tuple[Effects, list[torch.Tensor]]:
-    """Return the changes of one forward (attributes, lists and dictionaries, and objects among the arguments
-    with their numbers), and its tensors with those of the changes. `tensors`: those among the arguments, and
-    in the result."""
+def found_effects(assigned: Sequence[Assigned], filled: Sequence[tuple[tuple[Any, ...], Filled]],
+                  changed: Sequence[tuple[int, Any]], tensors: Sequence[torch.Tensor]
+                  ) -> tuple[Effects, list[torch.Tensor]]:
+    """Return the changes of one forward (attributes; lists and dictionaries, with the keys of those among the
+    arguments; and objects among the arguments with their numbers), and its tensors with those of the changes.
+    `tensors`: those among the arguments, and in the result."""
     every = list(tensors)
 
     def apart(value: Any) -> Structure:
@@ -140,7 +143,9 @@ def found_effects(assigned: Sequence[Assigned], filled: Sequence[Filled], change
 
     attributes = tuple(Written(a, apart(a.new)) for a in assigned if not is_made_by_a_hook(a))
     objects = tuple(ChangedObject(k, apart(value)) for k, value in changed)
-    collected = tuple(Collected(f, apart(f.changes())) for f in filled)
+    replaced = {(id(a.holder.__dict__), a.name) for a in assigned}      # by another list, say
+    collected = tuple(Collected(f, apart(f.changes()), at, bool(at) and f.is_longer) for at, f in filled
+                      if f.place not in replaced)
     return Effects(attributes, objects, collected), every
 
 
@@ -172,12 +177,12 @@ def repeated(effects: Effects, again: Sequence[Assigned], name: str) -> Effects:
 def collected_again(effects: Effects, again: Effects) -> Effects | None:
     """Return the effects of a forward, with what a second one has shown: whether lists grow, or begin anew.
     None if it has filled other lists and dictionaries, or in another way."""
-    second = {id(c.filled.held): c for c in again.collected}
+    second = {c.at or id(c.filled.held): c for c in again.collected}
     if len(second) != len(effects.collected):
         return None
     found = []
     for c in effects.collected:
-        one, then = c.filled, second.get(id(c.filled.held))
+        one, then = c.filled, second.get(c.at or id(c.filled.held))
         if then is None or (one.changes().__class__ is dict and (
                 one.changes().keys() != then.filled.changes().keys())):
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from rkmate.torch_seam.modules import (
     forward_pre_hooks_of,
 )
 from rkmate.torch_seam.patches.libraries import weight_made_by
+from rkmate.torch_seam.tensors import FakeTensor
 
 MISSING = object()
 """Stands for an attribute that is not there."""
@@ -55,9 +56,22 @@ class Assigned:
                 torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
 
 
-_CONTAINERS = (list, dict, OrderedDict, defaultdict)
+_CONTAINERS = (list, dict, OrderedDict, defaultdict, deque)
 _LARGE = 1000
 """Members of a list or dictionary from which on nothing is looked for inside of them."""
+
+
+def filled(path: str, place: tuple[int, str], held: Any, old: Any) -> Filled | None:
+    """Return what a forward has put into a list or dictionary; None if there are no other tensors in it."""
+    if _same_members(held, old):
+        return None
+    if isinstance(held, deque):
+        if any(_holds_traced(v) for v in held):
+            raise CaptureError(f"the forward puts tensors into the deque {path}, which a planned step would "
+                               "not do again: return them, or put them into a list")
+        return None
+    found = Filled(path, place, held, old, held.copy())
+    return found if tensors_in(found.changes()) else None
 
 
 @dataclass(frozen=True)
@@ -93,13 +107,30 @@ class Filled:
              if isinstance(self.held, list) else {k: members.get(k, v) for k, v in self.new.items()})
 
 
+def members_of(args: Any, kwargs: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]:
+    """Return the lists and dictionaries among the arguments of a call, each with a copy, by the keys that
+    lead to it."""
+    found: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def visit(value: Any, keys: tuple[Any, ...]) -> None:
+        if type(value) in _CONTAINERS:
+            found[keys] = value, value.copy()
+        if isinstance(value, (list, tuple, dict)) and len(value) <= _LARGE and len(keys) < 5:
+            for k, v in value.items() if isinstance(value, dict) else enumerate(value):
+                visit(v, (*keys, k))
+
+    for k, v in [*enumerate(args), *kwargs.items()]:
+        visit(v, (k,))
+    return found
+
+
 def _set(held: Any, members: Any) -> None:
     """Give a list or dictionary other members."""
-    if isinstance(held, list):
-        held[:] = members
-    else:
-        held.clear()
+    held.clear()
+    if isinstance(held, dict):
         held.update(members)
+    else:
+        held.extend(members)
 
 
 def _reached_by(function: Any) -> Iterator[tuple[str, Any]]:
@@ -143,6 +174,9 @@ class PythonState:
             self._note_members(path, holder, attributes)
         hooks = [h for m in model.modules()
                  for h in (*forward_hooks_of(m).values(), *forward_pre_hooks_of(m).values())]
+        forwards = [f for kind in dict.fromkeys(map(type, model.modules()))
+                    if isinstance(f := getattr(kind, "forward", None), FunctionType)]
+        self._functions = [*hooks, *forwards]
         for h in hooks:
             for name, value in _reached_by(h):
                 self._note(name, (0, ""), value)
@@ -150,9 +184,8 @@ class PythonState:
                     objects[id(value)] = name, value
                     self._holders.append((name, value, dict(value.__dict__)))
                     self._note_members(name, value, value.__dict__)
-        forwards: dict[Any, None] = dict.fromkeys(type(m).forward for m in model.modules())
         for forward in forwards:
-            for name, value in _reached_by(forward) if isinstance(forward, FunctionType) else ():
+            for name, value in _reached_by(forward):
                 self._note(name, (0, ""), value)
 
     def _note_members(self, path: str, holder: Any, attributes: Mapping[str, Any]) -> None:
@@ -195,10 +228,23 @@ class PythonState:
 
     def filled(self) -> list[Filled]:
         """Return the lists and dictionaries with other tensors among their members now."""
-        changed = [Filled(path, place, held, members, held.copy())
-                   for path, place, held, members in self._containers.values()
-                   if not _same_members(held, members)]
-        return [f for f in changed if tensors_in(f.changes())]
+        return [f for path, place, held, members in self._containers.values()
+                if (f := filled(path, place, held, members)) is not None]
+
+    def leaked(self) -> str | None:
+        """Return the name of something in which a trace has left one of its tensors, to be asked after
+        `restore`; None if there is nothing."""
+        for path, holder, _ in self._holders:
+            for k, v in holder.__dict__.items():
+                if k not in REGISTRIES and _holds_traced(v):
+                    return f"{path}.{k}" if path else k
+        for kind in dict.fromkeys(type(m) for _, m, _, _ in self._modules):
+            if not kind.__module__.startswith("torch."):
+                for k, v in vars(kind).items():
+                    if _holds_traced(v):
+                        return f"{kind.__name__}.{k}"
+        return next((name for function in self._functions for name, v in _reached_by(function)
+                     if _holds_traced(v)), None)
 
     def restore_hooks(self) -> None:
         """Put the hooks back alone."""
@@ -236,6 +282,19 @@ def _is_object(value: Any) -> bool:
     return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (
         nn.Module, torch.Tensor, type, ModuleType, dict, list, set, FunctionType, MethodType,
         BuiltinFunctionType))
+
+
+def _holds_traced(value: Any, depth: int = 3) -> bool:
+    """Return whether a value is a tensor of a trace, or holds one, a few levels down."""
+    if isinstance(value, torch.Tensor):
+        return isinstance(value, FakeTensor)
+    if isinstance(value, (dict, list, tuple, set, deque)):
+        members: Any = value.values() if isinstance(value, dict) else value
+    elif _is_object(value):
+        members = value.__dict__.values()
+    else:
+        return False
+    return depth > 0 and len(members) <= _LARGE and any(_holds_traced(v, depth - 1) for v in list(members))
 
 
 def is_made_by_a_hook(assigned: Assigned) -> bool:

@@ -12,11 +12,12 @@ called, with gradients switched off. So an export replaces that attribute, in th
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, TypeVar
@@ -127,7 +128,7 @@ def kept_whole() -> Iterator[None]:
     with mock.patch.object(FunctionMeta, "__getattribute__", attribute), \
             mock.patch.object(CustomFunctionHigherOrderOperator, "__call__", _under_transforms), \
             mock.patch.object(indexing, "mod_index", super(indexing.ModIndex, indexing.ModIndex).apply), \
-            mock.patch.object(torch.Tensor, "register_hook", _refusing(torch.Tensor.register_hook)):
+            _refused("register_hook", _HOOKED), _refused("retain_grad", _RETAINED):
         yield
 
 
@@ -173,17 +174,23 @@ def _recording(cls: type[torch.autograd.Function], forward: Callable[..., Any]) 
     return recording
 
 
-def _refusing(register: Callable[..., Any]) -> Callable[..., Any]:
-    here = threading.get_ident()
+_HOOKED = ("registers a gradient hook on a tensor that it has made, which a captured step would not call: "
+           "write what it does to the gradient as a torch.autograd.Function")
+_RETAINED = ("asks for the gradient of a tensor that it has made (retain_grad), which a captured step does "
+             "not keep: take it with torch.autograd.grad, or from a torch.autograd.Function")
 
-    def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+
+def _refused(name: str, what: str) -> AbstractContextManager[Any]:
+    """Refuse calls of a method of tensors by a traced forward. `what`: what that does, and a remedy."""
+    here, plain = threading.get_ident(), getattr(torch.Tensor, name)
+
+    @functools.wraps(plain)
+    def method(tensor: torch.Tensor, *args: Any) -> Any:
         if proxy_tensor.get_proxy_mode() is None or threading.get_ident() != here:
-            return register(tensor, hook)
-        raise CaptureError(
-            "the forward registers a gradient hook on a tensor that it has made, which a captured step "
-            "would not call: write what it does to the gradient as a torch.autograd.Function, or "
-            "return the tensor and hook it outside")
-    return register_hook
+            return plain(tensor, *args)
+        raise CaptureError(f"the forward {what}")
+
+    return mock.patch.object(torch.Tensor, name, method)
 
 
 def _recorded(cls: type[torch.autograd.Function], forward: Callable[..., Any], context: tuple[Any, ...],
