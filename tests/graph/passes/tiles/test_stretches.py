@@ -143,6 +143,34 @@ def test_a_loss_runs_in_tiles_that_reads_a_view_in_parts_and_whole() -> None:
     assert plan.variant == "tiles" and "first.weight" in plan.note and "last.bias" in plan.note
 
 
+class Sums(nn.Module):
+    """Convolutions between sums over the rows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.third = nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).cumsum(2)
+        return (x + self.third(F.silu(self.second(x)))).cumsum(2).square().mean()
+
+
+def test_a_gradient_that_leaves_takes_the_memory_of_one_that_enters() -> None:
+    torch.manual_seed(0)
+    model, x = Sums(), torch.randn(1, 3, 64, 32)
+    exact = copy.deepcopy(model).double()
+    least = _smallest(model, x, AUTO)
+    with pytest.warns(rkmate.RkmateWarning, match="run in tiles"):
+        wrapped = rkmate.wrap(model, (x,), budget=least, settings=AUTO, progress=False)
+    assert ", over=" in wrapped.source.replace("over=None", "")
+    exact(x.double()).backward()
+    wrapped(x).backward()
+    for (name, p), q in zip(model.named_parameters(), exact.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad.double(), q[1].grad, rtol=1e-4, atol=1e-4, msg=name)
+    assert measure_peak(lambda: wrapped(x).backward()).peak <= least
+
+
 def test_a_batch_norm_ends_a_stretch() -> None:
     model, x = Net(norm=True), torch.randn(8, 3, 16, 16)
     plan = rkmate.plan(model, (x,), budget=1.0, settings=Settings(costs="analytic", tiles="always"),
