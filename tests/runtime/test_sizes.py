@@ -111,9 +111,10 @@ def test_lengths_with_a_mask_are_derived(captures: list[bool]) -> None:
 def test_known_sizes_are_compared_once_and_ahead_of_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[str] = []
     for name in ("dry_run", "side_by_side"):
-        def counted(*args: Any, plain: Any = getattr(family, name), name: str = name) -> Any:
+        def counted(*args: Any, plain: Any = getattr(family, name), name: str = name,
+                    **options: Any) -> Any:
             did.append(name)
-            return plain(*args)
+            return plain(*args, **options)
 
         monkeypatch.setattr(family, name, counted)
     wrapped = rkmate.wrap(nn.Linear(4, 4), (torch.randn(5, 4),), budget=1.0, progress=False,

@@ -547,7 +547,8 @@ def test_synchronized_batch_norms(found: Found) -> None:
 def test_a_slow_rank_follows_the_same_plans(found: Found) -> None:
     for rank in found["slowed"]:
         assert "failed" not in rank, rank["failed"]
-        assert rank == {"times": 6, "equal": True, "slowest": {1.0}}
+        assert rank["times"] == 6 and rank["equal"]
+        assert 1.0 in rank["slowest"]           # a variant without that operation may be taken instead
 
 
 def test_measuring_that_fails_on_one_rank_is_an_error_on_both(found: Found) -> None:

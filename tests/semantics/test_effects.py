@@ -414,7 +414,7 @@ class LeavesElsewhere(nn.Linear):
 
 @pytest.mark.parametrize(("way", "place"), [
     ("class", "LeavesElsewhere.last"), ("global", "LAST"), ("object", "settings"),
-    ("deque", "the deque recent"), ("gradient", "retain_grad")])
+    ("deque", "recent"), ("gradient", "retain_grad")])
 def test_tensors_that_are_left_elsewhere_are_refused(way: str, place: str) -> None:
     model = LeavesElsewhere(way)
     try:

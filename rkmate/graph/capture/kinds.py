@@ -30,7 +30,7 @@ _KINDS: dict[str, Callable[[TensorForm], torch.Tensor]] = {
 
 def may_have_kind(form: TensorForm) -> bool:
     """Return whether a tensor may be a mask or positions: a row of integers for each member of a batch."""
-    return len(form.shape) == 2 and min(form.shape) > 0 and form.device.type != "meta" \
+    return len(form.shape) == 2 and min(form.shape) > 0 and form.device != torch.device("meta") \
         and not form.dtype.is_floating_point and not form.dtype.is_complex
 
 
