@@ -432,6 +432,7 @@ def test_scenarios_of_the_field(on_the_path: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:this is .* faster than the fastest schedule of the original's")
 def test_a_mesh_that_is_not_here(on_the_path: None) -> None:
     import mesh
 

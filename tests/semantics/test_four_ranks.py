@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distr
 
 QUICK = Settings(costs="analytic", options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
                  planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
-STEPS, WIDTH = 4, 64
+STEPS, WIDTH = 8, 64
 KINDS = ("replicas", "tensor and sequence parallel", "tensor parallel and sharded")
 RANKS = {"count": 4}
 
@@ -55,9 +55,10 @@ def _made(kind: str) -> nn.Module:
 
 def _trained(net: nn.Module, run: Callable[..., torch.Tensor], kind: str, rank: int
              ) -> tuple[list[torch.Tensor], int]:
-    """Return losses and gradients of steps, and the peak of the last. Ranks that share a batch have the same;
-    with sequence parallelism, each has a part of its own."""
-    found, peak = [], 0
+    """Return losses and gradients of steps, and the least peak of the last ones: the meter does not see what
+    another thread frees. Ranks that share a batch have the same; with sequence parallelism, each has a part of
+    its own."""
+    found, peaks = [], []
     seed = rank // 2 if kind == "tensor parallel and sharded" else rank
     for k in range(STEPS):
         x = torch.randn(8, 64, WIDTH, generator=torch.Generator().manual_seed(10 * k + seed))
@@ -68,12 +69,12 @@ def _trained(net: nn.Module, run: Callable[..., torch.Tensor], kind: str, rank: 
             loss.backward()
             found.append(whole(loss))
 
-        if k == STEPS - 1:
-            peak = devices.of(x).measure_peak(step).peak
+        if k > 2:
+            peaks.append(devices.of(x).measure_peak(step).peak)
         else:
             step()
         found += [whole(p.grad) for p in net.parameters()]
-    return found, peak
+    return found, min(peaks)
 
 
 def _compared(rank: int, kind: str) -> dict[str, Any]:
