@@ -56,9 +56,10 @@ def _made(kind: str) -> nn.Module:
 def _trained(net: nn.Module, run: Callable[..., torch.Tensor], kind: str, rank: int
              ) -> tuple[list[torch.Tensor], int]:
     """Return losses and gradients of steps, and the least peak of the last ones: the meter does not see what
-    another thread frees. Ranks that share a batch have the same; with sequence parallelism, each has a part of
-    its own."""
-    found, peaks = [], []
+    another thread frees. Ranks that share a batch have the same; with sequence parallelism, each has a part
+    of its own."""
+    found: list[torch.Tensor] = []
+    peaks: list[int] = []
     seed = rank // 2 if kind == "tensor parallel and sharded" else rank
     for k in range(STEPS):
         x = torch.randn(8, 64, WIDTH, generator=torch.Generator().manual_seed(10 * k + seed))
