@@ -279,7 +279,7 @@ def test_bits_and_budget_of_the_whole_step(name: str, caplog: pytest.LogCaptureF
     assert max(peak(model, step, seed) for seed in range(6)) <= int(share * whole)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is")
 def test_parts_beside_a_torchscript_module() -> None:
     model = Stack([Layer() for _ in range(3)])
     model.begin = torch.jit.script(model.begin)
