@@ -27,6 +27,7 @@ from rkmate.errors import CompilerError
 from rkmate.support.warn import warn
 from rkmate.torch_seam import compiler
 from rkmate.torch_seam.storages import contiguous_strides
+from rkmate.torch_seam.tensors import has_strides
 from rkmate.torch_seam.versions import GROUPS, is_off, release, why_off
 
 _FORM = re.compile(r"(?:(?P<device>[\w:]+) )?(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
@@ -173,7 +174,7 @@ def _as(value: torch.Tensor, form: str) -> torch.Tensor:
 
 def _is_as(value: torch.Tensor, form: str) -> bool:
     """Return whether a tensor's numbers lie as a form says: the strides of single ones mean nothing."""
-    return all(n == 1 or a == b for n, a, b in zip(value.shape, value.stride(), _read(form)[3], strict=True))
+    return has_strides(value, _read(form)[3])
 
 
 def _shared(tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> tuple[int, ...]:

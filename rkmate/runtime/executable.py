@@ -54,7 +54,7 @@ from rkmate.support.generated import load, show
 from rkmate.torch_seam.modules import buffers_of, parameters_of
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import quickest
-from rkmate.torch_seam.tensors import all_ordinary, version_of
+from rkmate.torch_seam.tensors import all_ordinary, has_strides, version_of
 
 # -- Backwards of backwards ------------------------------------------------------------------------
 #
@@ -520,9 +520,7 @@ class PlannedStep:
         _, dtype, stride = self.outputs.forms[i]  # type: ignore[misc]
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        same = grad.dtype is dtype and not grad.is_conj() and not grad.is_neg() and all(
-            n == 1 or a == b for n, a, b in zip(grad.shape, grad.stride(), stride, strict=True))
-        if same:
+        if grad.dtype is dtype and not grad.is_conj() and not grad.is_neg() and has_strides(grad, stride):
             return grad
         return self.empty_gradient(i).copy_(grad)
 

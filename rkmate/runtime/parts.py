@@ -41,7 +41,7 @@ from rkmate.torch_seam.modules import compiled_call, own_call, replace_call
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.patches.autograd import region_of
 from rkmate.torch_seam.patches.features import GRADIENTS
-from rkmate.torch_seam.tensors import inside_backward, without_saved_tensor_hooks
+from rkmate.torch_seam.tensors import has_strides, inside_backward, without_saved_tensor_hooks
 from rkmate.torch_seam.trace import gradients_laid_out, inside_transform
 from rkmate.torch_seam.versions import is_off
 
@@ -488,7 +488,7 @@ class Parts:
         capture = kind.traced.capture
         strides = dict(Counter(tuple(c.strides.items()) for _, c in kind.calls).most_common(1)[0][0])
         traced = {int(s.key): n.meta[VALUE] for n, s in capture.sources.items() if s.kind == "tangent"}
-        if is_off(GRADIENTS) or all(k not in traced or is_laid_out(traced[k], found)
+        if is_off(GRADIENTS) or all(k not in traced or has_strides(traced[k], found)
                                     for k, found in strides.items()):
             return
         wanted = [strides.get(k) for k, differentiable in enumerate(capture.differentiable) if differentiable]
@@ -646,11 +646,6 @@ def scaled(ways: Sequence[Way], average: float, largest: float) -> Sequence[Way]
     """The figures of schedules for calls of other sizes."""
     return ways if average == largest == 1 else [
         Way(w.seconds * average, ceil(w.saved * average), ceil(w.extra * largest)) for w in ways]
-
-
-def is_laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Return whether a tensor has these strides, apart from those of dimensions of one."""
-    return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
 def kind_key(module: nn.Module) -> object:

@@ -33,6 +33,11 @@ def is_unwrapped(value: Any) -> bool:
     return type(value) in _ORDINARY and not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
+def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Return whether a tensor has these strides, apart from those of dimensions of one."""
+    return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
+
+
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Return how often a tensor's memory was written to. Views share the count."""
 base_of: Callable[[torch.Tensor], Any] = attrgetter("_base")

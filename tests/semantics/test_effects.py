@@ -315,6 +315,19 @@ def _by_itself(model: Collects) -> Any:
     return read
 
 
+def _assert_same_steps(losses: dict[nn.Module, Any]) -> None:
+    """Take three steps with two modules, each with its loss. The first step does not know of this loss."""
+    for step in range(3):
+        found = []
+        for m, loss_of in losses.items():
+            m.zero_grad()
+            loss = loss_of()
+            loss.backward()
+            found.append((loss.detach(), *(p.grad for p in m.parameters())))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5 if not step else 0, atol=1e-6 if not step else 0)
+
+
 @pytest.mark.filterwarnings("ignore:.* has forward hooks", "ignore:the loss depends on output")
 @pytest.mark.parametrize(("way", "empties"), [
     (_by_closure, True), (_by_an_object, True), (_by_itself, True), (_by_itself, False)])
@@ -324,15 +337,8 @@ def test_tensors_that_a_forward_or_its_hooks_collect(way: Any, empties: bool) ->
     plain = copy.deepcopy(model)
     read, expected = way(model), way(plain)
     rkmate.apply(model, budget=1.0, progress=False, settings=rkmate.Settings(costs="analytic"))
-    for step in range(3):
-        found = []
-        for m, collected in ((plain, expected), (model, read)):
-            m.zero_grad()
-            loss = m(x).pow(2).sum() + collected()
-            loss.backward()
-            found.append((loss.detach(), *(p.grad for p in m.parameters())))
-        for a, b in zip(*found, strict=True):           # the first step does not know of this loss
-            torch.testing.assert_close(a, b, rtol=1e-5 if not step else 0, atol=1e-6 if not step else 0)
+    _assert_same_steps({plain: lambda: plain(x).pow(2).sum() + expected(),
+                        model: lambda: model(x).pow(2).sum() + read()})
     call = planned_call_of(model)
     assert call is not None and call.whole.has_plan
 
@@ -369,18 +375,16 @@ def test_tensors_that_are_put_into_arguments() -> None:
     plain = copy.deepcopy(model)
     rkmate.apply(model, budget=1.0, progress=False, settings=rkmate.Settings(costs="analytic"))
     first = torch.ones(())
-    for step in range(3):
-        found = []
-        for m in (plain, model):
-            m.zero_grad()
-            losses, out = [first], {"scale": 2.0, "parts": [None, 1]}
-            y = m(x, losses, out=out)
-            assert len(losses) == 3 and losses[0] is first and out["parts"][1] == 1
-            loss = y.sum() + sum(losses) + out["parts"][0].pow(2).sum() + out["last"].sum()
-            loss.backward()
-            found.append((loss.detach(), *(p.grad for p in m.parameters())))
-        for a, b in zip(*found, strict=True):           # the first step does not know of this loss
-            torch.testing.assert_close(a, b, rtol=1e-5 if not step else 0, atol=1e-6 if not step else 0)
+
+    def loss(m: nn.Module) -> torch.Tensor:
+        losses: list[torch.Tensor] = [first]
+        out: dict[str, Any] = {"scale": 2.0, "parts": [None, 1]}
+        y = m(x, losses, out=out)
+        assert len(losses) == 3 and losses[0] is first and out["parts"][1] == 1
+        total: torch.Tensor = y.sum() + sum(losses) + out["parts"][0].pow(2).sum() + out["last"].sum()
+        return total
+
+    _assert_same_steps({m: lambda m=m: loss(m) for m in (plain, model)})
     call = planned_call_of(model)
     assert call is not None and call.whole.has_plan
 

@@ -305,8 +305,8 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                            "(model.gradient_checkpointing_disable())")
             error = _NotRepeated(f"{type(model).__name__}: the forward {what}; a captured step would not "
                                  f"repeat that. {instead}")
-            error.learns = any(t.requires_grad for a in assigned for t in tensors_in(a.new)) or any(
-                t.requires_grad for c in collected for t in tensors_in(c.filled.new))
+            left = [*(a.new for a in assigned), *(c.filled.new for c in collected)]
+            error.learns = any(t.requires_grad for value in left for t in tensors_in(value))
             raise error
         # What only the first forward assigns is assigned now; in a module it may say that hooks were added.
         written = {w.place for w in effects.attributes}

@@ -182,15 +182,16 @@ def collected_again(effects: Effects, again: Effects) -> Effects | None:
         return None
     found = []
     for c in effects.collected:
-        one, then = c.filled, second.get(c.at or id(c.filled.held))
-        if then is None or (one.changes().__class__ is dict and (
-                one.changes().keys() != then.filled.changes().keys())):
+        then = second.get(c.at or id(c.filled.held))
+        if then is None:
             return None
-        two = then.filled
-        count = len(one.changes())
-        if isinstance(one.held, list) and (len(two.changes()) != count or (two.is_longer != one.is_longer and
-                                           (one.old or not one.is_longer))):
-            return None
+        one, two = c.filled, then.filled
+        before, now = one.changes(), two.changes()
+        if isinstance(before, dict):
+            if before.keys() != now.keys():
+                return None
+        elif len(before) != len(now) or (two.is_longer != one.is_longer and (one.old or not one.is_longer)):
+            return None             # only of a list that was empty does the first not tell whether it grows
         found.append(replace(c, appends=two.is_longer))
     return replace(effects, collected=tuple(found))
 

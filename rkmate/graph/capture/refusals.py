@@ -161,6 +161,10 @@ _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _RECURRENT = str(Path(torch.nn.modules.rnn.__file__))
 
 
+_OF_HOOKS = ("their computations are part of the plan, with the tensors that they put into attributes, lists "
+             "and dictionaries; other effects happen only while the model is traced")
+
+
 def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
                               hooks_outside: bool = False) -> None:
     """Raise for what a trace would silently lose. `hooks_outside`: those of the module itself are no part of
@@ -171,9 +175,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
                            "(register_module_full_backward_hook), which a planned step cannot run: "
                            "remove them, or hook the parameters or the module's outputs")
     if global_forward_hooks():
-        warn("there are forward hooks around every module (register_module_forward_hook): their computations "
-             "are part of the plan, with the tensors that they put into attributes, lists and dictionaries; "
-             "other effects happen only while the model is traced")
+        warn(f"there are forward hooks around every module (register_module_forward_hook): {_OF_HOOKS}")
     for name, m in model.named_modules():
         if hooks_outside and m is model:
             continue
@@ -184,9 +186,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         hooks = [h for h in (*forward_hooks_of(m).values(), *forward_pre_hooks_of(m).values())
                  if weight_made_by(h) is None and not is_observer(h)]
         if hooks:
-            warn(f"{where} has forward hooks: their computations are part of the plan, with the tensors that "
-                 "they put into attributes, lists and dictionaries; other effects happen only while the "
-                 "model is traced")
+            warn(f"{where} has forward hooks: {_OF_HOOKS}")
         if type(m).__name__ == _FUSED and m.is_per_channel and not m.activation_post_process.min_val.numel():
             raise CaptureError(f"{where} is a {_FUSED} that makes a scale for each channel in its first "
                                "call, which a captured step would not repeat: call the model once before it "

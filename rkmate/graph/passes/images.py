@@ -26,6 +26,7 @@ from rkmate.graph.ops.norms import BY_GROUPS
 from rkmate.graph.passes.joint import Joint
 from rkmate.torch_seam.nodes import VALUE, is_backward, without_descriptor
 from rkmate.torch_seam.schema import OpOverload
+from rkmate.torch_seam.tensors import has_strides
 
 aten = torch.ops.aten
 
@@ -99,7 +100,7 @@ def sizes_of_small_images(graph: fx.Graph) -> frozenset[torch.Size]:
 def like_in_memory(value: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors of one shape have their elements in the same places. Strides along
     dimensions of size one do not matter."""
-    return all(n == 1 or a == b for n, a, b in zip(value.shape, value.stride(), other.stride(), strict=True))
+    return has_strides(value, other.stride())
 
 
 def is_dense(value: torch.Tensor) -> bool:
