@@ -7,16 +7,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from rkmate import device as devices
 from rkmate.api import checked_sample, tradeoff
-from rkmate.device.random_state import unchanged_random_state
 from rkmate.diagnosis.machine import Finding, examine, problems
 from rkmate.errors import CaptureError, RkmateError
 from rkmate.graph.capture.refusals import flags_to_plan
-from rkmate.graph.capture.state import HostDraws, PythonState
+from rkmate.graph.capture.state import BuffersAndDraws, PythonState
 from rkmate.offload.target import HOST
 from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.settings import Settings
@@ -214,17 +211,12 @@ Calls = dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]
 @contextmanager
 def _left_as_it_is(model: nn.Module) -> Iterator[None]:
     """Put buffers, attributes and generators back after the context."""
-    state, draws = PythonState(model), HostDraws()
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    state, before = PythonState(model), BuffersAndDraws(model)
     try:
-        with unchanged_random_state(*devices.in_use()):
-            yield
+        yield
     finally:
         state.restore()
-        draws.restore()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        before.restore()
 
 
 def _why_not(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from rkmate.ir.simulate import peak_of_calls, waiting_bytes
 from rkmate.planners.protocol import (
@@ -146,6 +147,11 @@ class Way:
     """Bytes that a call holds from its forward to its backward."""
     extra: int
     """Bytes that it takes on top of that while it runs."""
+
+    def scaled(self, average: float, largest: float) -> Way:
+        """Return the figures for calls of other sizes: the average one's, and the largest one's."""
+        return self if average == largest == 1 else Way(
+            self.seconds * average, ceil(self.saved * average), ceil(self.extra * largest))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateE
 from rkmate.graph.capture.refusals import flags_to_plan, refuse_data_parallelism, refuse_without_shape
 from rkmate.offload.target import Engines
 from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
-from rkmate.runtime.parts import Parts, Watch, take_watch_from
+from rkmate.runtime.one_budget import Watch, take_watch_from
+from rkmate.runtime.parts import Parts
 from rkmate.runtime.plan_cache import (
     REPLACED,
     Executable,
@@ -26,8 +27,7 @@ from rkmate.runtime.plan_cache import (
     Prototype,
     Specialization,
 )
-from rkmate.runtime.sharded import Sharded, UnitCall, is_sharded, sharded_layers
-from rkmate.runtime.sharded_parts import Follower
+from rkmate.runtime.sharded import Follower, Sharded, is_sharded, sharded_layers
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, own_call, replace_call
@@ -336,9 +336,7 @@ def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: P
     sharded = Sharded(model, layers, _sharing(planning))
     for layer in layers:
         put_plan_into(layer, sharded.planning_of(layer), verify, on_new_shape, within=sharded)
-    for unit in sharded.units:
-        if planned_call_of(unit) is None:
-            replace_call(unit, UnitCall(unit, sharded))
+    sharded.watch(sharded.units)
     put_plan_into(model, sharded.planning, verify, on_new_shape, sharded=sharded)
 
 
@@ -414,7 +412,7 @@ def _sharing(planning: Planning) -> Planning:
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    if not isinstance(compiled_call(model), PlannedCall | UnitCall | Watch | None):
+    if not isinstance(compiled_call(model), PlannedCall | Watch | None):
         raise ArgumentError(f"{type(model).__name__} was compiled (Module.compile): apply a budget to the "
                             'module itself, or compile it with backend="rkmate"')
 
@@ -430,7 +428,8 @@ def take_plan_from(model: nn.Module) -> None:
     call = planned_call_of(model)
     if call is not None:
         call.take_away()
-    take_watch_from(model)
+    if not is_sharded(model):               # else a whole model's plans depend on the watch
+        take_watch_from(model)
 
 
 def _state_without_plan(self: nn.Module) -> Any:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from math import ceil
 from typing import Any, Protocol
 
 import torch
@@ -21,28 +20,37 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.budget import Budget
-from rkmate.device.random_state import RandomState
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
-from rkmate.graph.capture.state import HostDraws
+from rkmate.graph.capture.state import BuffersAndDraws
 from rkmate.graph.capture.structure import Structure, take_apart
-from rkmate.pipeline.attempts import Planned
-from rkmate.pipeline.part_plans import PartWays, more_ways, ways_of, with_terms
-from rkmate.pipeline.prepare import Traced, trace
-from rkmate.planners.several_calls import Item, Way, share_out, smallest_limit
-from rkmate.runtime.guards import Guards, ModuleReader, guards_of
+from rkmate.pipeline.part_plans import ways_of, with_terms
+from rkmate.pipeline.prepare import trace
+from rkmate.planners.several_calls import Item
+from rkmate.runtime.guards import ModuleReader, guards_of
 from rkmate.runtime.observed_step import ObservedStep, PartCall
+from rkmate.runtime.one_budget import (
+    OneBudget,
+    Part,
+    Rest,
+    Shared,
+    Watch,
+    is_one_operation,
+    is_unobserved,
+    take_watch_from,
+    undisturbed,
+)
 from rkmate.runtime.plan_cache import Planning, Prototype
-from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
+from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import compiled_call, own_call, replace_call
+from rkmate.torch_seam.modules import compiled_call, own_call
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.patches.autograd import region_of
 from rkmate.torch_seam.patches.features import GRADIENTS
-from rkmate.torch_seam.tensors import has_strides, inside_backward, without_saved_tensor_hooks
-from rkmate.torch_seam.trace import gradients_laid_out, inside_transform
+from rkmate.torch_seam.tensors import has_strides
+from rkmate.torch_seam.trace import gradients_laid_out
 from rkmate.torch_seam.versions import is_off
 
 logger = logging.getLogger("rkmate")
@@ -56,8 +64,6 @@ FULL = 0.97
 SIZES = 4
 """The number of sizes of calls that submodules of a kind are captured for; calls of further sizes count by
 the bytes that they save."""
-LARGE = (nn.RNNBase, nn.MultiheadAttention)
-"""Modules of torch that are more than an operation, though they may call no submodule."""
 
 
 class Put(Protocol):
@@ -66,41 +72,6 @@ class Put(Protocol):
     def __call__(self, module: nn.Module, planning: Planning, plans: tuple[Prototype, ...],
                  refused: Callable[[nn.Module, RkmateError], None]) -> None:
         """`plans`: to follow where they fit. `refused`: told of a call that cannot be planned."""
-
-
-class Watch:
-    """Replaces a submodule's call while that is observed. Copies and pickles of the module leave it out."""
-
-    __slots__ = ("_model", "_parts")
-    is_planned = True
-    """A mark that tells the call from a compiled one."""
-
-    def __init__(self, model: nn.Module, parts: Parts) -> None:
-        self._model, self._parts = model, parts
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's call."""
-        if is_unobserved():
-            return own_call(self._model)(*args, **kwargs)
-        return self._parts.called(self._model, args, kwargs)
-
-    @property
-    def parts(self) -> Parts:
-        """The observer."""
-        return self._parts
-
-
-def is_unobserved() -> bool:
-    """Whether a call now is not one of a training step's forward: in a trace, without gradients, or in a
-    backward."""
-    return (torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled() or planning_lock.is_mine()
-            or capture_lock.is_mine() or inside_transform() or inside_backward())
-
-
-def take_watch_from(module: nn.Module) -> None:
-    """Leave a submodule's call as it was."""
-    if isinstance(compiled_call(module), Watch):
-        replace_call(module, None)
 
 
 @dataclass
@@ -113,10 +84,8 @@ class Kind:
     """The properties that its submodules have in common."""
     sizes: tuple[torch.Size, ...] = ()
     """The shapes of the arguments of the call that was captured."""
-    traced: Traced | None = None
-    """The capture of a call; None where there is none."""
-    call: tuple[nn.Module, Guards] | None = None
-    """The submodule that was captured, and what its call is specialised on."""
+    part: Part | None = None
+    """What was captured; None where nothing was."""
     why: str = ""
     """Why none of its calls can be planned."""
     calls: list[tuple[nn.Module, PartCall]] = field(default_factory=list)
@@ -125,14 +94,8 @@ class Kind:
     """The number of that step."""
     given: tuple[Structure, list[torch.Tensor]] | None = None
     """The arguments of the captured call, until it is planned."""
-    stale: bool = False
-    """Whether the captured call's tensors are gone."""
     known_shared: frozenset[int] = frozenset()
     """Numbers of the arguments whose gradients plans hand out as terms of a sum."""
-    ways: PartWays | None = None
-    """The schedules that they may follow, once these are known."""
-    share: float = 1.0
-    """The share of what its calls hold that schedules were looked for."""
 
     @property
     def saved(self) -> int:
@@ -143,7 +106,7 @@ class Kind:
         """Return the average and the largest bytes that a call of a submodule saves, divided by those of the
         captured call; 1 for a submodule that was not called."""
         mine = [call.saved for m, call in self.calls if m is module]
-        captured = next((call.saved for m, call in self.calls if self.call and m is self.call[0]), 0)
+        captured = next((call.saved for m, call in self.calls if self.part and m is self.part.model), 0)
         if not mine or not captured or all(abs(b / captured - 1) <= ABOUT for b in mine):
             return 1.0, 1.0
         return sum(mine) / len(mine) / captured, max(mine) / captured
@@ -156,8 +119,8 @@ class Kind:
     @property
     def is_checkpointed(self) -> bool:
         """Whether it calls torch.utils.checkpoint: what it saves as it is says little."""
-        return self.traced is not None and any(
-            region_of(n) is not None for n in self.traced.capture.graph.nodes)
+        return self.part is not None and any(
+            region_of(n) is not None for n in self.part.traced.capture.graph.nodes)
 
     @property
     def taught(self) -> tuple[int, ...]:
@@ -165,13 +128,19 @@ class Kind:
         return tuple(sorted({k for _, call in self.calls for k in call.taught}))
 
 
-class Parts:
+class Parts(OneBudget):
     """The parts of one model."""
+
+    _too_large = ("{name} is planned by parts, and no schedules of them fit in {budget:,} bytes: the rest of "
+                  "the step takes {outside:,}, and the smallest budget that can be met is {least:,} bytes "
+                  "({share:.0%} of its own peak of about {plain:,} bytes)")
+    _plain_is_fallback = True
 
     def __init__(self, model: nn.Module, planning: Planning, put: Put,
                  take: Callable[[nn.Module], None]) -> None:
         """`take`: takes away what `put` has put into a submodule."""
-        self._model, self._planning, self._put, self._take = model, planning, put, take
+        super().__init__(model, planning)
+        self._put, self._take = put, take
         chosen = planning.settings.parts
         self.named = chosen if isinstance(chosen, tuple) else ()
         """Names and patterns of the only parts to plan; empty where they are looked for."""
@@ -185,11 +154,11 @@ class Parts:
         self._alike: dict[object, list[Kind]] = defaultdict(list)
         """Kinds by what their submodules have in common."""
         self._step: ObservedStep | None = None
-        self._steps = self._beside = self._alone = self._early = 0
-        self._inside = 0
+        self._steps = self._inside = 0
+        self._rest = Rest(0, 0, 0, 0)
+        """What all observed steps have shown, at most."""
         self._ignores = False
         """Whether the model itself runs, which is not planned by parts."""
-        self._watched: list[nn.Module] = []
         self._seen: set[int] = set()
         """Ids of the submodules that were called."""
         self.planned: list[nn.Module] = []
@@ -197,7 +166,6 @@ class Parts:
         self._is_planned = False
         self._again = False
         """Whether the next step is observed, and the budget shared out again."""
-        self._told: set[str] = set()
 
     # -- calls ----------------------------------------------------------------------------
 
@@ -213,7 +181,7 @@ class Parts:
 
     def watch_methods(self) -> None:
         """Observe calls of submodules from elsewhere than a planned call: a method other than the forward."""
-        self._watch(_outermost(self._model))
+        self.watch(filter(is_worth_looking_at, _outermost(self._model)))
 
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
@@ -233,8 +201,8 @@ class Parts:
             return call(*args, **kwargs)
         if self._step is None:
             self._tell_beginning(None)
-        self._watch(self._model.modules())
-        before = _Before(self._model)
+        self.watch(filter(is_worth_looking_at, self._model.modules()))
+        before = BuffersAndDraws(self._model)
         try:
             result = self._observed(call, args, kwargs)
             self._check_worth()
@@ -246,8 +214,8 @@ class Parts:
             raise
         return result
 
-    def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a submodule that is watched."""
+    def called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a submodule that is watched."""
         call = own_call(module)
         if self._ignores:
             return call(*args, **kwargs)
@@ -261,11 +229,11 @@ class Parts:
             return call(*args, **kwargs)
         if not self._inside:
             self._tell_beginning(module)
-            self._watch(module.modules())
+            self.watch(filter(is_worth_looking_at, module.modules()))
         if self._inside and self._step is not None and self._step.is_inside_part:
             return call(*args, **kwargs)
         kind = self._kind_of(module, args, kwargs)
-        if kind.traced is None:
+        if kind.part is None:
             return call(*args, **kwargs) if self._inside else self._observed(call, args, kwargs)
         if not self._inside:
             return self._observed(lambda *a, **k: self._part(kind, module, a, k), args, kwargs)
@@ -312,20 +280,20 @@ class Parts:
         kind = next((k for k in alike if k.sizes == sizes or k.why), None)
         if kind is None and len(alike) >= SIZES:
             kind = alike[0]
-        if kind is None or kind.stale:
+        if kind is None or (kind.part is not None and kind.given is None):
             known, kind = kind, kind or Kind(type(module).__name__, key)
             if not any(p.requires_grad for p in module.parameters()) and \
                     not any(t.requires_grad for t in tensors_in((args, kwargs))):
                 return kind                     # nothing to train here, perhaps elsewhere
             try:
-                with planning_lock, gc_pause(), without_saved_tensor_hooks(), \
-                        contextlib.nullcontext() if self._step is None else self._step.apart():
+                with undisturbed(), contextlib.nullcontext() if self._step is None else self._step.apart():
                     refuse_what_cannot_repeat(module, args, kwargs)
-                    kind.call = module, guards_of(ModuleReader(module), args, kwargs)[0]
-                    kind.traced = trace(module, args, kwargs, self._settings("all"), Progress(False))
+                    guards = guards_of(ModuleReader(module), args, kwargs)[0]
+                    kind.part = Part(module, guards, trace(module, args, kwargs, self._settings("all"),
+                                                           Progress(False)))
                     tensors, structure = take_apart((args, kwargs), result=False)
                     kind.given = structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-                    kind.sizes, kind.ways, kind.stale = sizes, None, False
+                    kind.sizes = sizes
             except RkmateError as error:
                 if self.named:
                     raise
@@ -343,14 +311,12 @@ class Parts:
         return any(fnmatchcase(n, pattern) for n in names for pattern in self.named)
 
     def _settings(self, trains: Any) -> Any:
-        settings = self._planning.settings
-        return replace(settings, calls=1, trains=trains, loss_bytes=0, deferred_outputs="never",
-                       parts="never", opaque="auto" if settings.opaque == "auto" else ())
+        return replace(self.planning.settings, trains=trains)
 
     def _check_worth(self) -> None:
         """Raise the whole model's error where no part is worth a plan."""
         kept = 0 if self._step is None else self._step.kept
-        found = [k for k in self._kinds if k.traced is not None and k.calls]
+        found = [k for k in self._kinds if k.part is not None and k.calls]
         if self._error is not None and not any(k.saved >= WORTH * kept or k.is_checkpointed for k in found):
             raise self._error
 
@@ -367,8 +333,6 @@ class Parts:
             self._stop_watching()
             for module in self.planned:
                 self._take(module)
-            for kind in self._kinds:
-                kind.stale = kind.traced is not None
             self.watch_methods()
         if step is None or self._inside:
             return
@@ -385,10 +349,10 @@ class Parts:
         self._stop_watching()
         for kind in self._kinds:
             if any(n > 1 for _, call in kind.calls for n in call.backwards.values()):
-                kind.traced, kind.why = None, ("a step takes several backwards of one call of it "
+                kind.part, kind.why = None, ("a step takes several backwards of one call of it "
                                                "(retain_graph=True), and a plan's activations serve one")
         saved = {key: sum(k.saved for k in alike) for key, alike in self._alike.items() if alike}
-        kinds = [k for k in self._kinds if k.traced is not None and k.calls and k.taught
+        kinds = [k for k in self._kinds if k.part is not None and k.calls and k.taught
                  and (saved[k.key] >= WORTH * step.kept or k.is_checkpointed)]
         left = sum(k.saved for k in self._kinds if k not in kinds)
         left += step.between
@@ -404,88 +368,75 @@ class Parts:
         kept = held = extra = 0
         """Bytes that all calls keep as they are, also those that were left out of the step; that they hold
         with plans that compute nothing again; and that one takes on top while its backward runs, at most."""
-        for kind, found in zip(kinds, modules, strict=True):
-            whole = self._ways(kind, self._planning.budget.of(step.peak)).whole
+        parts = [self._measured(kind, self.planning.budget.of(step.peak)) for kind in kinds]
+        for kind, part, found in zip(kinds, parts, modules, strict=True):
+            whole = part.whole
             calls, each = sum(calls for _, calls in found), kind.saved / len(kind.calls)
             kept += round(each * calls)
             held += round((whole.saved if kind.is_checkpointed else each) * calls)
             extra = max(extra, whole.extra + kind.is_checkpointed * whole.saved)
         most = max(step.peak + kept - sum(k.saved for k in kinds), beside + kept + extra)
-        budget = self._planning.budget.of(most)
+        budget = self.planning.budget.of(most)
         share = (budget - beside) / max(1, held)
         if budget < held + max(alone, beside + extra):          # there is no room for all of it
             share = min(share, FULL)
         items: list[Item] = []
-        places: list[tuple[Kind, nn.Module]] = []
+        places: list[tuple[Kind, Part, nn.Module]] = []
         counts: Counter[nn.Module] = Counter()
-        for kind, found in zip(kinds, modules, strict=True):
-            assert kind.ways is not None
-            if share < kind.share:
-                kind.ways, kind.share = more_ways(kind.ways, share), share
+        for kind, part, found in zip(kinds, parts, modules, strict=True):
+            part.look(share)
             for module, calls in found:
-                items.append(Item(scaled(kind.ways.ways, *kind.sizes_of(module)), calls))
-                places.append((kind, module))
+                items.append(Item([way.scaled(*kind.sizes_of(module)) for way in part.ways], calls))
+                places.append((kind, part, module))
                 counts[module] += calls
         # Gradients of several calls are added up, and wait for the last call's.
         beside += sum(p.nbytes for m, calls in counts.items() if calls > 1
                       for p in m.parameters() if p.requires_grad)
-        self._beside, self._alone = max(self._beside, beside), max(self._alone, alone)
-        self._early = max(self._early, early)
-        beside, alone, early = self._beside, max(self._alone, self._beside), self._early
+        rest = self._rest = self._rest.together(Rest(beside, max(alone, beside), early, 0))
         if not kinds:
             self._nothing_worth(step)
             return
-        choice = share_out(items, budget - beside, alone - beside)
-        least = max(early, smallest_limit(items, alone - beside) + beside)
-        if choice is None or early > budget:
-            if most <= budget:
-                self._is_planned = True
-                logger.warning("%s needs no plans: a step takes about %s bytes as it is, and the budget is "
-                               "%s", type(self._model).__name__, f"{most:,}", f"{budget:,}")
-                return
-            least = min(least, most)                # which it takes as it is
-            raise InfeasibleBudget(
-                f"{type(self._model).__name__} is planned by parts, and no schedules of them fit in "
-                f"{budget:,} bytes: the rest of the step takes {max(alone, early):,}, and the smallest "
-                f"budget that can be met is {least:,} bytes ({least / max(1, most):.0%} of its own peak "
-                f"of about {most:,} bytes)", least)
-        taken = beside + choice.saved + max(choice.extra, alone - beside)
-        plans: dict[tuple[int, int], Planned] = {}
-        followed: dict[nn.Module, list[tuple[Kind, Planned]]] = defaultdict(list)
-        for (kind, module), number in zip(places, choice.ways, strict=True):
-            assert kind.ways is not None
-            plan = plans.get((id(kind), number))
-            if plan is None:
-                plan = plans[id(kind), number] = kind.ways.planned(number, choice.extra)
+        rest = rest._replace(plain=most)
+        try:
+            shared = self._shared_out([part for _, part, _ in places], items, rest)
+        except InfeasibleBudget:
+            if most > budget:
+                raise
+            self._is_planned = True
+            logger.warning("%s needs no plans: a step takes about %s bytes as it is, and the budget is %s",
+                           self._type, f"{most:,}", f"{budget:,}")
+            return
+        followed: dict[nn.Module, list[tuple[Kind, Prototype]]] = defaultdict(list)
+        for (kind, _, module), plan in zip(places, shared.plans, strict=True):
             followed[module].append((kind, plan))
         for module, mine in followed.items():
-            self._put_into(module, mine, choice.extra, budget - taken, sum(item.calls for item in items))
+            self._put_into(module, mine, shared, counts.total())
         self.planned = list(followed)
         self._is_planned = True
-        self._tell_of(step, kinds, places, budget, beside, taken)
+        self._tell_of(step, kinds, [(kind, module) for kind, _, module in places], rest, shared)
         for kind in self._kinds:
-            if kind.traced is not None:
-                kind.traced, kind.given = replace(kind.traced, tensors={}), None
+            if kind.part is not None:
+                kind.part.traced, kind.given = replace(kind.part.traced, tensors={}), None
         inside = {id(m) for part in self.planned for m in part.modules()}
-        self._watch(m for m in unseen if id(m) not in inside and kind_key(m) not in saved
+        self.watch(m for m in unseen if id(m) not in inside and kind_key(m) not in saved
                     and any(p.requires_grad for p in m.parameters()))
 
     def _nothing_worth(self, step: ObservedStep) -> None:
         """No part of the step is worth a plan."""
-        name, error = type(self._model).__name__, self._error
+        error = self._error
         self._forget()
         self.active = bool(self.named)
         if error is not None:
             raise error
-        if step.kept > WORTH * self._planning.budget.of(step.peak):
-            warn(f"{name} is called through other methods than its forward, and nothing of that can be "
+        if step.kept > WORTH * self.planning.budget.of(step.peak):
+            warn(f"{self._type} is called through other methods than its forward, and nothing of that can be "
                  f"planned: it keeps {step.kept:,} bytes for the backward, outside of the budget")
 
     def _lay_out(self, kind: Kind) -> None:
         """Capture a call again where gradients come in other layouts than those of its outputs: kernels round
         by layouts."""
-        assert kind.traced is not None and kind.call is not None and kind.given is not None
-        capture = kind.traced.capture
+        assert kind.part is not None and kind.given is not None
+        capture = kind.part.traced.capture
         strides = dict(Counter(tuple(c.strides.items()) for _, c in kind.calls).most_common(1)[0][0])
         traced = {int(s.key): n.meta[VALUE] for n, s in capture.sources.items() if s.kind == "tangent"}
         if is_off(GRADIENTS) or all(k not in traced or has_strides(traced[k], found)
@@ -495,22 +446,21 @@ class Parts:
         structure, tensors = kind.given
         args, kwargs = structure.fill(list(tensors))
         with contextlib.suppress(RkmateError), gradients_laid_out(wanted):
-            kind.traced = trace(kind.call[0], args, kwargs, self._settings("all"), Progress(False))
-            kind.ways = None
+            kind.part.traced = trace(kind.part.model, args, kwargs, self._settings("all"), Progress(False))
 
-    def _ways(self, kind: Kind, budget: int) -> PartWays:
-        if kind.ways is None:
+    def _measured(self, kind: Kind, budget: int) -> Part:
+        """Return what was captured of a kind, with its schedules. `budget`: bytes that measuring may take."""
+        part, taught = kind.part, kind.taught
+        assert part is not None
+        if not part.forms:
             self._lay_out(kind)
-        traced, taught = kind.traced, kind.taught
-        assert traced is not None
-        wanted = tuple(k in taught for k in range(len(traced.wanted)))
-        if kind.ways is None or traced.wanted != wanted or kind.shared - kind.known_shared:
+        wanted = tuple(k in taught for k in range(len(part.traced.wanted)))
+        if not part.forms or part.traced.wanted != wanted or kind.shared - kind.known_shared:
             kind.known_shared = kind.shared
-            traced = kind.traced = replace(traced, wanted=wanted, settings=self._settings(taught),
-                                           capture=with_terms(traced.capture, kind.shared))
-            kind.ways = ways_of(traced, self._planning.planner, lambda blocked: budget, 1.0)
-            kind.share = 1.0
-        return kind.ways
+            part.traced = replace(part.traced, wanted=wanted, settings=self._settings(taught),
+                                  capture=with_terms(part.traced.capture, kind.shared))
+            part.forms = [ways_of(part.traced, self.planning.planner, lambda blocked: budget, 1.0)]
+        return part
 
     def _modules_of(self, kind: Kind, kinds: Sequence[Kind]) -> list[tuple[nn.Module, int]]:
         """The submodules of a kind, each with how often it is called in a step: also those that were left out
@@ -529,42 +479,36 @@ class Parts:
                 found[id(module)] = module
         return [(m, counts.get(i, 1)) for i, m in found.items()]
 
-    def _put_into(self, module: nn.Module, found: Sequence[tuple[Kind, Planned]], extra: int, left: int,
+    def _put_into(self, module: nn.Module, found: Sequence[tuple[Kind, Prototype]], shared: Shared,
                   calls: int) -> None:
-        """`found`: plans, each for calls of other sizes. `extra`: bytes that a part may take while it runs.
-        `left`: bytes that no plan uses: for calls that differ from the planned ones. `calls`: of all parts in
-        a step."""
+        """`found`: plans, each for calls of other sizes. `calls`: of all parts in a step."""
         take_watch_from(module)
-        room, prototypes = 0, []
-        for kind, planned in found:
-            assert kind.call is not None
-            traced = planned.prepared.blocked.traced
-            prototypes.append(Prototype(*kind.call, replace(traced, tensors={}), planned))
-            # Calls may be smaller than the one that was captured.
-            room = max(room, int((planned.plan.budget_bytes - extra) * min(1, kind.sizes_of(module)[0])))
+        extra, left = shared.choice.extra, shared.budget - shared.taken
+        """Bytes that a part may take while it runs, and bytes that no plan uses: for calls that differ from
+        the planned ones."""
+        # Calls may be smaller than the one that was captured.
+        room = max(int((plan.planned.plan.budget_bytes - extra) * min(1, kind.sizes_of(module)[0]))
+                   for kind, plan in found)
         kind = found[0][0]
         settings = replace(self._settings(kind.taught), loss_bytes=extra + left - left // calls)
         if settings.offload is not None:
             settings = replace(settings, offload=settings.offload.part(1, calls))
-        self._put(module, replace(self._planning, budget=Budget(bytes=room + extra + left),
-                                  settings=settings, shared_inputs=kind.known_shared, counts_calls=False,
+        self._put(module, replace(self.planning, budget=Budget(bytes=room + extra + left),
+                                  settings=settings, shared_inputs=kind.known_shared,
                                   calls_at_once=sum(m is module for k, _ in found for m, _ in k.calls)),
-                  tuple(prototypes), self._refused)
+                  tuple(plan for _, plan in found), self._refused)
 
     def _refused(self, module: nn.Module, error: RkmateError) -> None:
         """A call of a part cannot be planned: it runs as it is."""
         if isinstance(error, InfeasibleBudget):
             self._again = True
         name = self._name(module)
-        if name not in self._told:
-            self._told.add(name)
-            warn(f"a call of {name} differs from the planned ones, and runs as it is: {error}" + (
-                ". The next step is observed, and the budget is shared out again" if self._again else ""))
+        self._warn_once(name, f"a call of {name} differs from the planned ones, and runs as it is: {error}" +
+                        self._again * ". The next step is observed, and the budget is shared out again")
 
     # -- what is said ---------------------------------------------------------------------
 
     def _tell_beginning(self, module: nn.Module | None) -> None:
-        name = type(self._model).__name__
         if module is None and self._error is not None:
             logger.warning("%s. It is planned by parts: the first step runs as it is, and is measured",
                            self._error)
@@ -572,10 +516,10 @@ class Parts:
             self._told.add("method")
             logger.warning("%s of %s is called from elsewhere than the module's forward: what can be planned "
                            "of it is planned by parts. The first step runs as it is, and is measured",
-                           self._name(module), name)
+                           self._name(module), self._type)
 
     def _tell_of(self, step: ObservedStep, kinds: Sequence[Kind], places: Sequence[tuple[Kind, nn.Module]],
-                 budget: int, beside: int, peak: int) -> None:
+                 rest: Rest, shared: Shared) -> None:
         parts = []
         for key in dict.fromkeys(k.key for k in kinds):
             mine = [(k, m) for k, m in places if k.key == key]
@@ -587,25 +531,12 @@ class Parts:
         logger.warning(
             "%s is planned by parts: %s. That is %.0f%% of the %s bytes that a step as it is keeps for its "
             "backward. The rest takes up to %s bytes, a step at most about %s bytes of the budget of %s%s",
-            type(self._model).__name__, ", ".join(parts), 100 * planned / max(1, step.kept),
-            f"{step.kept:,}", f"{beside:,}", f"{peak:,}", f"{budget:,}",
+            self._type, ", ".join(parts), 100 * planned / max(1, step.kept), f"{step.kept:,}",
+            f"{rest.beside:,}", f"{shared.taken:,}", f"{shared.budget:,}",
             f". Not planned: {why}" if why else "")
 
     def _name(self, module: nn.Module) -> str:
         return next((n for n, m in self._model.named_modules() if m is module), type(module).__name__)
-
-    # -- watching -------------------------------------------------------------------------
-
-    def _watch(self, modules: Iterable[nn.Module]) -> None:
-        for module in modules:
-            if module is not self._model and compiled_call(module) is None and is_worth_looking_at(module):
-                replace_call(module, Watch(module, self))
-                self._watched.append(module)
-
-    def _stop_watching(self) -> None:
-        for module in self._watched:
-            take_watch_from(module)
-        self._watched.clear()
 
     def _forget(self) -> None:
         """Observe nothing any more."""
@@ -624,30 +555,6 @@ class Parts:
         self._is_planned = self.active = False
 
 
-class _Before:
-    """The state of a model that a forward changes, to be put back where the forward was for nothing."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(b, b.detach().clone()) for b in model.buffers() if b.layout is torch.strided]
-        self._draws = RandomState.of(*devices.in_use())
-        self._host = HostDraws()
-
-    def restore(self) -> None:
-        """Put buffers and generators back."""
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
-        self._draws.restore()
-        self._host.restore()
-
-
-def scaled(ways: Sequence[Way], average: float, largest: float) -> Sequence[Way]:
-    """The figures of schedules for calls of other sizes."""
-    return ways if average == largest == 1 else [
-        Way(w.seconds * average, ceil(w.saved * average), ceil(w.extra * largest)) for w in ways]
-
-
 def kind_key(module: nn.Module) -> object:
     """Return what submodules have in common that are planned alike."""
     forward = module.__dict__.get("forward")
@@ -660,8 +567,7 @@ def is_worth_looking_at(module: nn.Module) -> bool:
     """Whether a submodule may be more than one operation of torch."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
         return False
-    return isinstance(module, LARGE) or not type(module).__module__.startswith("torch.nn.modules.") or \
-        any(True for _ in module.children())
+    return not is_one_operation(module)
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:

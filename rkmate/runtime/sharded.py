@@ -18,6 +18,7 @@ import functools
 import logging
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,22 +38,33 @@ from rkmate.graph.capture.operations import is_random
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import Structure, take_apart, take_call_apart
 from rkmate.measure.analytic import analytic_costs
-from rkmate.pipeline.part_plans import more_ways, ways_of
+from rkmate.pipeline.part_plans import ways_of
 from rkmate.pipeline.prepare import Blocked, block, trace, with_operation_costs
 from rkmate.pipeline.variants import CHUNKED_LOSS, first, together
-from rkmate.planners.several_calls import Item, Way, share_out, smallest_limit
+from rkmate.planners.several_calls import Item, Way
 from rkmate.runtime.agreement import Ranks, ranks_that_share
 from rkmate.runtime.guards import Guards, guards_of
-from rkmate.runtime.parts import LARGE, is_unobserved
-from rkmate.runtime.plan_cache import Planning, Prototype
-from rkmate.runtime.sharded_parts import Follower, Observed, Part, Rest
+from rkmate.runtime.module import PlannedModule
+from rkmate.runtime.one_budget import (
+    OneBudget,
+    Part,
+    Rest,
+    is_one_operation,
+    is_unobserved,
+    undisturbed,
+)
+from rkmate.runtime.plan_cache import Planning, Prototype, Specialization
+from rkmate.runtime.sharded_step import Observed
 from rkmate.runtime.snapshot import by_content
-from rkmate.support.planning_lock import gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import compiled_call, own_call, replace_call, submodules_of
-from rkmate.torch_seam.tensors import without_saved_tensor_hooks
+from rkmate.torch_seam.modules import (
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    own_call,
+    submodules_of,
+)
 from rkmate.torch_seam.trace import several_ranks
 
 logger = logging.getLogger("rkmate")
@@ -82,12 +94,7 @@ def sharded_layers(model: nn.Module) -> list[nn.Module]:
     operation (an embedding, a head), where there are others."""
     sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
     layers = [m for m in sharded if not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
-    return [m for m in layers if not _is_one_operation(m)] or layers
-
-
-def _is_one_operation(module: nn.Module) -> bool:
-    return not isinstance(module, LARGE) and not any(True for _ in module.children()) and \
-        type(module).forward.__module__.startswith("torch.nn.modules.")
+    return [m for m in layers if not is_one_operation(m)] or layers
 
 
 # -- Stubs -----------------------------------------------------------------------------------------
@@ -114,23 +121,36 @@ class Stub(nn.Module):
         return getattr(_stubs[self][1], name)
 
 
-class UnitCall:
-    """Replaces the call of a sharded module that has no plan, to see what it returns. Copies and pickles of
-    the module leave it out."""
-
-    __slots__ = ("_module", "_within")
-    is_planned = True
-    """A mark that tells the call from a compiled one."""
-
-    def __init__(self, module: nn.Module, within: Sharded) -> None:
-        self._module, self._within = module, within
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
-        return self._within.returned(self._module, own_call(self._module)(*args, **kwargs))
-
-
 # -- The model -------------------------------------------------------------------------------------
+
+
+class Follower(PlannedModule):
+    """A planned call of a sharded layer, or of the rest of a forward."""
+
+    _FIELDS = PlannedModule._FIELDS | {"_within"}
+    _within: Sharded | None
+
+    def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+                       ) -> Specialization | None:
+        if self._within is not None and self._has_something_to_train(args, kwargs):
+            self._within.provide(self, key, args, kwargs)
+        return super()._new_signature(key, args, kwargs)
+
+    def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._within is None:
+            return super()._run_planned(args, kwargs)
+        with self._within.running(self):
+            return super()._run_planned(args, kwargs)
+
+    @property
+    def cache(self) -> Any:
+        """The plans."""
+        return self._plans
+
+    @property
+    def reader(self) -> Any:
+        """The reader of the module's guards."""
+        return self._reader
 
 
 @dataclass
@@ -152,8 +172,14 @@ class _Signature:
     """What earlier measurements have shown, if it was too much."""
 
 
-class Sharded:
+class Sharded(OneBudget):
     """A model with sharded layers, and one budget."""
+
+    _too_large = (
+        "{name} is sharded, and no plans of its layers keep a step within {budget:,} bytes: what is outside "
+        "of all plans (gathered parameters, their gradients, buffers of the exchange) takes up to "
+        "{outside:,}, and the smallest budget that can be met is about {least:,} bytes ({share:.0%} of the "
+        "step's own peak of about {plain:,} bytes)")
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], planning: Planning) -> None:
         """Raises `ArgumentError`: several calls before a backward were asked for."""
@@ -161,13 +187,8 @@ class Sharded:
             raise ArgumentError(f"calls is {planning.settings.calls}, and {type(model).__name__} has sharded "
                                 "layers, which share a budget as calls of one module do: apply a budget to "
                                 "each layer, with calls=layers times calls")
-        settings = planning.settings
-        self.planning = replace(planning, counts_calls=False, settings=replace(
-            settings, loss_bytes=0, parts="never", deferred_outputs="never",      # the parameters go again
-            opaque="auto" if settings.opaque == "auto" else (), offload=None))
-        """How parts are planned; layers may send data away, too."""
-        self._model = model
-        self._offload = settings.offload
+        self._offload = planning.settings.offload           # of layers: the rest keeps its data
+        super().__init__(model, replace(planning, settings=replace(planning.settings, offload=None)))
         self._weights = {layer: sum(p.nbytes for p in layer.parameters()) or 1 for layer in layers}
         self.units = [m for m in model.modules() if m is not model and is_sharded(m) and not any(
             m in above.modules() for above in model.modules()
@@ -196,7 +217,6 @@ class Sharded:
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._serving: list[tuple[nn.Module, list[torch.Tensor], Structure]] | None = None
         self._own: Callable[..., Any] = model.forward
-        self._told: set[str] = set()
 
     def planning_of(self, layer: nn.Module) -> Planning:
         """Return how a layer is planned: the limit on data that is away is shared by bytes of parameters."""
@@ -211,9 +231,7 @@ class Sharded:
     def take_away(self) -> None:
         """Leave the calls of sharded modules without plans as they were."""
         self._close()
-        for unit in self.units:
-            if isinstance(compiled_call(unit), UnitCall):
-                replace_call(unit, None)
+        self._stop_watching()
 
     # -- calls of the model ---------------------------------------------------------------
 
@@ -274,6 +292,10 @@ class Sharded:
         with self._stubs():
             return self.tail.forward(*args, **kwargs, **{GIVEN: self._given()})
 
+    def called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a sharded module that has no plan."""
+        return self.returned(module, own_call(module)(*args, **kwargs))
+
     def returned(self, module: nn.Module, result: Any) -> Any:
         """A sharded module has returned."""
         now = self._now
@@ -321,7 +343,7 @@ class Sharded:
                 tail.cache.make(key, args, kwargs)
             except RkmateError as error:
                 logger.info("the rest of the forward of %s, after its last sharded module, runs as it is: %s",
-                            type(self._model).__name__, error)
+                            self._type, error)
                 return False
         return True
 
@@ -371,7 +393,7 @@ class Sharded:
                   kwargs: dict[str, Any]) -> Part:
         planning, model = follower.cache.planning, follower.original
         settings = replace(planning.settings, loss_bytes=0)
-        with planning_lock, gc_pause(), without_saved_tensor_hooks():
+        with undisturbed():
             refuse_what_cannot_repeat(model, args, kwargs, hooks_outside=True)
             traced = trace(model, args, kwargs, settings, Progress(planning.progress))
             if follower is self.tail:
@@ -383,7 +405,8 @@ class Sharded:
                 counted = with_operation_costs(blocked, [costs[i] for i in range(len(costs))])
                 return max(1, self.planning.budget.of(self._about() + counted.baseline_peak) // 2)
 
-            part = Part(model, key, traced, [ways_of(traced, planning.planner, limit, 0.0)])
+            part = Part(model, key, traced, [ways_of(traced, planning.planner, limit, 0.0)], not any(
+                forward_hooks_of(m) or forward_pre_hooks_of(m) for m in model.modules() if m is not model))
             if traced.settings.chunked_loss == "auto" and block(traced).concerned.get(CHUNKED_LOSS.name):
                 variant = together([*first(traced.settings).rows, CHUNKED_LOSS])
                 part.forms.append(ways_of(traced, planning.planner, limit, 0.0, variant))
@@ -419,10 +442,8 @@ class Sharded:
             self._step = now, Observed(place.parts_meter())
             self._until = register_optimizer_step_pre_hook(lambda *_: self._close())
         except MeterError as error:
-            if "meter" not in self._told:
-                self._told.add("meter")
-                warn(f"the step of {type(self._model).__name__} cannot be measured now, and its sharded "
-                     f"layers hold as little as they can until it is: {error}")
+            self._warn_once("meter", f"the step of {self._type} cannot be measured now, and its sharded "
+                            f"layers hold as little as they can until it is: {error}")
 
     def _close(self) -> None:
         """End the observation of a step, and note what it has shown."""
@@ -486,7 +507,7 @@ class Sharded:
                 now.rest, now.is_shared, now.earlier = None, False, now.rest
             elif least is not None:
                 raise refused or InfeasibleBudget(
-                    f"{type(self._model).__name__} is sharded, and no plans of its layers on another rank "
+                    f"{self._type} is sharded, and no plans of its layers on another rank "
                     f"keep to the budget: the smallest that can be met there is about {least:,} bytes", least)
         elif refused is not None:
             raise refused
@@ -500,44 +521,29 @@ class Sharded:
                      s is now or (s.is_shared and parts & {p for _, p in s.observed}))]
         rest = functools.reduce(Rest.together, alike)
         now.is_shared = True
-        name = type(self._model).__name__
-        budget = self.planning.budget.of(rest.plain)
-        beside = max(rest.beside, 0)
-        alone = max(rest.alone, beside)
+        calls = Counter(now.observed)
         whole = sum(part.whole.saved for _, part in now.observed)
-        share = max(0.0, (budget - alone) / max(1, whole))
-        for part in dict.fromkeys(part for _, part in now.observed):
-            part.forms = [more_ways(form, share) for form in part.forms]
-        calls: dict[tuple[Follower, Part], int] = {}
-        for follower, part in now.observed:
-            calls[follower, part] = calls.get((follower, part), 0) + 1
-        items = [Item(part.ways, count) for (_, part), count in calls.items()]
-        choice = share_out(items, budget - beside, alone - beside)
-        least = max(rest.early, smallest_limit(items, alone - beside) + beside)
-        if choice is None or rest.early > budget:
-            raise InfeasibleBudget(
-                f"{name} is sharded, and no plans of its layers keep a step within {budget:,} bytes: what is "
-                "outside of all plans (gathered parameters, their gradients, buffers of the exchange) takes "
-                f"up to {max(alone, rest.early):,}, and the smallest budget that can be met is about "
-                f"{least:,} bytes ({least / max(1, rest.plain):.0%} of the step's own peak of about "
-                f"{rest.plain:,} bytes)", least)
-        for ((follower, part), _), number in zip(calls.items(), choice.ways, strict=True):
-            plan = part.prototype(number, choice.extra)
+        spare = self.planning.budget.of(rest.plain) - max(rest.alone, rest.beside, 0)
+        for part in parts:
+            part.look(max(0.0, spare / max(1, whole)))
+        shared = self._shared_out([part for _, part in calls],
+                                  [Item(part.ways, count) for (_, part), count in calls.items()], rest)
+        extra = shared.choice.extra
+        for (follower, part), number, plan in zip(calls, shared.choice.ways, shared.plans, strict=True):
             self._chosen[follower][part] = part.ways[number], plan
             form, _ = part.form_of(number)
-            variant = form.solved.prepared.blocked.variant
             if form is not part.forms[0]:
-                warn(variant.warning("nothing else keeps to the budget, or this is faster", "keeps its bits",
-                                     form.solved.prepared.blocked.concerned))
+                blocked = form.solved.prepared.blocked
+                warn(blocked.variant.warning("nothing else keeps to the budget, or this is faster",
+                                             "keeps its bits", blocked.concerned))
             follower.cache.follow([p for _, p in self._chosen[follower].values()])
             follower.cache.planning = replace(
-                follower.cache.planning, budget=Budget(bytes=part.ways[number].saved + choice.extra),
-                settings=replace(follower.cache.planning.settings, loss_bytes=choice.extra))
-        taken = max(rest.early, beside + choice.saved + max(choice.extra, alone - beside))
+                follower.cache.planning, budget=Budget(bytes=part.ways[number].saved + extra),
+                settings=replace(follower.cache.planning.settings, loss_bytes=extra))
         logger.warning("%s is sharded: from this step on, a step takes about %s bytes of the budget of %s. "
                        "Outside of all plans are up to %s bytes (gathered parameters, their gradients, "
-                       "buffers of the exchange)", name, f"{taken:,}", f"{budget:,}",
-                       f"{max(alone, rest.early):,}")
+                       "buffers of the exchange)", self._type, f"{max(rest.early, shared.taken):,}",
+                       f"{shared.budget:,}", f"{max(rest[:3]):,}")
 
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)

@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 import rkmate
+from rkmate.runtime.one_budget import Rest
 from rkmate.runtime.sharded import AGAIN, AGREED, Sharded, _Signature
-from rkmate.runtime.sharded_parts import Rest
 
 SEEN = Rest(10, 20, 30, 100)
 

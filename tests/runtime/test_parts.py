@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import rkmate
 from rkmate.measure.step import measure_peak, measure_step
 from rkmate.planners.several_calls import Item, Way, share_out, smallest_limit
-from rkmate.runtime.parts import Watch
+from rkmate.runtime.one_budget import Watch
 from tests.options import options_of
 
 X, Y = torch.randn(128, 32), torch.randint(0, 16, (128,))

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkmate import device as devices
+from rkmate.device.random_state import RandomState
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.structure import take_apart
 from rkmate.torch_seam.containers import tensors_in
@@ -332,3 +334,20 @@ class HostDraws:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+
+
+class BuffersAndDraws:
+    """The buffers of a model and the states of all generators, before a forward that was for nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        self._draws, self._host = RandomState.of(*devices.in_use()), HostDraws()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put buffers and generators back. Buffers that did not change keep their versions."""
+        for buffer, value in self._buffers:
+            if value.layout is not torch.strided or not torch.equal(buffer, value):
+                buffer.copy_(value)
+        self._draws.restore()
+        self._host.restore()

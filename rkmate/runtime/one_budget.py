@@ -1,0 +1,241 @@
+"""One budget for a step of several planned parts: the parts of a model that cannot be planned as a whole
+(`rkmate.runtime.parts`), or the layers of a sharded model (`rkmate.runtime.sharded`).
+
+Each part has schedules that hold more or less between forward and backward (`rkmate.pipeline.part_plans`). A
+step that was observed shows what the rest of it takes, and all parts share what that leaves of the budget.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rkmate.errors import InfeasibleBudget
+from rkmate.pipeline.part_plans import PartWays, more_ways
+from rkmate.pipeline.prepare import Traced
+from rkmate.planners.several_calls import Choice, Item, Way, share_out, smallest_limit
+from rkmate.runtime.guards import Guards
+from rkmate.runtime.plan_cache import Planning, Prototype
+from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
+from rkmate.support.warn import warn
+from rkmate.torch_seam.modules import compiled_call, own_call, replace_call
+from rkmate.torch_seam.tensors import inside_backward, without_saved_tensor_hooks
+from rkmate.torch_seam.trace import inside_transform
+
+LARGE = (nn.RNNBase, nn.MultiheadAttention)
+"""Modules of torch that are more than an operation, though they may call no submodule."""
+
+
+def is_one_operation(module: nn.Module) -> bool:
+    """Return whether a module computes one operation of torch."""
+    forward = getattr(type(module), "forward", None)        # TorchScript's classes have none
+    return not isinstance(module, LARGE) and not any(True for _ in module.children()) and \
+        getattr(forward, "__module__", "").startswith("torch.nn.modules.")
+
+
+# -- Calls that are observed -----------------------------------------------------------------------
+
+
+class Watch:
+    """Replaces a submodule's call while that is observed. Copies and pickles of the module leave it out."""
+
+    __slots__ = ("_module", "observer")
+    is_planned = True
+    """A mark that tells the call from a compiled one."""
+
+    def __init__(self, module: nn.Module, observer: OneBudget) -> None:
+        self._module, self.observer = module, observer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if is_unobserved():
+            return own_call(self._module)(*args, **kwargs)
+        return self.observer.called_inside(self._module, args, kwargs)
+
+
+def take_watch_from(module: nn.Module) -> None:
+    """Leave a submodule's call as it was."""
+    if isinstance(compiled_call(module), Watch):
+        replace_call(module, None)
+
+
+def is_unobserved() -> bool:
+    """Return whether a call now is not part of a training step's forward: in a trace, without gradients, or
+    in a backward."""
+    return (torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled() or planning_lock.is_mine()
+            or capture_lock.is_mine() or inside_transform() or inside_backward())
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Capture and measure a part inside the context, in the middle of a step."""
+    with planning_lock, gc_pause(), without_saved_tensor_hooks():
+        yield
+
+
+# -- What is planned -------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Part:
+    """Calls that are alike: the schedules that they may follow."""
+
+    model: nn.Module
+    """The submodule whose call was captured."""
+    key: Guards
+    traced: Traced
+    forms: list[PartWays] = field(default_factory=list)
+    """The schedules of each variant of the graph, the original's first; empty until they are known."""
+    hooks_outside: bool = False
+    """Whether only the submodule itself has hooks, and these run around its plan."""
+    is_changed_at_once: bool = False
+    """Whether the first step, too, may follow a variant that changes last bits."""
+
+    @functools.cached_property
+    def first(self) -> Way:
+        """The schedule that is followed at first: one that holds least, and that takes least of these."""
+        ways = self.ways if self.is_changed_at_once else self.forms[0].ways
+        return min(ways, key=lambda way: (way.saved, way.extra))
+
+    @functools.cached_property
+    def example(self) -> Prototype:
+        """The plan that is followed at first."""
+        return self.prototype(self.ways.index(self.first), self.first.extra)
+
+    @property
+    def ways(self) -> list[Way]:
+        """The figures of all schedules. A variant that changes last bits has to be faster by a percent."""
+        return [replace(w, seconds=w.seconds * (1.01 if k else 1))
+                for k, form in enumerate(self.forms) for w in form.ways]
+
+    @property
+    def whole(self) -> Way:
+        """The figures of a call without recomputation."""
+        return self.forms[0].whole
+
+    @property
+    def least_saved(self) -> int:
+        """The fewest bytes that a call can hold between its forward and its backward."""
+        return min(w.saved for w in self.ways)
+
+    def look(self, share: float) -> None:
+        """Look for further schedules. `share`: about how much of what the calls hold without recomputation
+        they can hold within the budget."""
+        self.forms = [more_ways(form, share) for form in self.forms]
+
+    def form_of(self, number: int) -> tuple[PartWays, int]:
+        """Return the variant of a schedule, and the schedule's number in it."""
+        for form in self.forms:
+            if number < len(form.ways):
+                return form, number
+            number -= len(form.ways)
+        raise IndexError(number)
+
+    def prototype(self, number: int, extra: int) -> Prototype:
+        """Return a plan with one of the schedules. `extra`: bytes on top of what it saves that it may take
+        while it runs."""
+        form, own = self.form_of(number)
+        planned = form.planned(own, extra)
+        traced = planned.prepared.blocked.traced
+        return Prototype(self.model, self.key, replace(traced, tensors={}), planned, self.hooks_outside)
+
+
+# -- Sharing ---------------------------------------------------------------------------------------
+
+
+class Rest(NamedTuple):
+    """Bytes of a step outside of all plans, at most."""
+
+    beside: int
+    """While a planned part runs, and all others hold what they save."""
+    alone: int
+    """While no planned part runs, and all hold what they save."""
+    early: int
+    """Before the first planned part has run, and after the last."""
+    plain: int
+    """Bytes of the whole step without recomputation."""
+
+    def together(self, other: Rest) -> Rest:
+        """Return the larger figures of two steps."""
+        return Rest(*map(max, self, other))
+
+    def least(self, earlier: Rest | None) -> Rest:
+        """Return the smaller figures of two measurements of one step."""
+        return self if earlier is None else Rest(*map(min, self, earlier))
+
+
+class Shared(NamedTuple):
+    """A budget that was shared out."""
+
+    budget: int
+    choice: Choice
+    plans: tuple[Prototype, ...]
+    """The plan of each item."""
+    taken: int
+    """Bytes of a step between the first planned part and the last, at most."""
+
+
+class OneBudget:
+    """A model whose steps consist of several planned parts, and one budget."""
+
+    _too_large: str
+    """The message that no schedules keep to the budget."""
+    _plain_is_fallback = False
+    """Whether a step runs as it is where the budget has room for that."""
+
+    def __init__(self, model: nn.Module, planning: Planning) -> None:
+        settings = planning.settings
+        self._model, self._type = model, type(model).__name__
+        self.planning = replace(planning, counts_calls=False, settings=replace(
+            settings, calls=1, loss_bytes=0, parts="never", deferred_outputs="never",
+            opaque="auto" if settings.opaque == "auto" else ()))
+        """How parts are planned."""
+        self._told: set[str] = set()
+        self._watched: list[nn.Module] = []
+
+    def called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a submodule that is watched, in the forward of a training step."""
+        raise NotImplementedError
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Observe the calls of submodules that nothing else replaces."""
+        for module in modules:
+            if module is not self._model and compiled_call(module) is None:
+                replace_call(module, Watch(module, self))
+                self._watched.append(module)
+
+    def _stop_watching(self) -> None:
+        for module in self._watched:
+            take_watch_from(module)
+        self._watched.clear()
+
+    def _warn_once(self, subject: str, message: str) -> None:
+        if subject not in self._told:
+            self._told.add(subject)
+            warn(message)
+
+    def _shared_out(self, parts: Sequence[Part], items: Sequence[Item], rest: Rest) -> Shared:
+        """Share the budget out: the fastest schedules together. Raises `InfeasibleBudget`.
+
+        `items`: calls that follow one schedule, each of the part at its place in `parts`.
+        """
+        budget, beside = self.planning.budget.of(rest.plain), max(rest.beside, 0)
+        alone = max(rest.alone - beside, 0)
+        choice = share_out(items, budget - beside, alone)
+        if choice is None or rest.early > budget:
+            least = max(rest.early, smallest_limit(items, alone) + beside)
+            if self._plain_is_fallback:
+                least = min(least, rest.plain)
+            raise InfeasibleBudget(self._too_large.format(
+                name=self._type, budget=budget, outside=max(rest[:3]), least=least,
+                share=least / max(1, rest.plain), plain=rest.plain), least)
+        plan_of = functools.cache(Part.prototype)
+        plans = tuple(plan_of(part, way, choice.extra)
+                      for part, way in zip(parts, choice.ways, strict=True))
+        return Shared(budget, choice, plans, beside + choice.saved + max(choice.extra, alone))
