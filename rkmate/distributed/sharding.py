@@ -6,14 +6,14 @@ a gathered parameter until the backward, or frees it and gathers it again. (Stag
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.)
 
 Small parameters (norms, biases) stay whole on each rank. One collective averages the gradients of all small
-parameters of a layer.
+parameters of a layer; one gathers those that are somewhat larger, and one reduces their gradients.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 SMALL = 16_384
 """Elements of the largest parameter that `shard` leaves whole on each rank, unless told otherwise."""
+TOGETHER = 262_144
+"""Elements of the largest parameter that is gathered together with others of its layer, unless told
+otherwise."""
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -43,7 +46,8 @@ class Precision:
     """Type in which gradients are reduced; None: the type in which they are computed."""
 
 
-def shard(model: M, mesh: DeviceMesh, *, precision: Precision = Precision(), small: int = SMALL) -> M:
+def shard(model: M, mesh: DeviceMesh, *, precision: Precision = Precision(), small: int = SMALL,
+          together: int = TOGETHER) -> M:
     """Shard the parameters of a model over ranks, in place, and return the model.
 
     Each rank keeps a part of each parameter.
@@ -58,6 +62,8 @@ def shard(model: M, mesh: DeviceMesh, *, precision: Precision = Precision(), sma
         precision: the types in which to gather parameters and to reduce gradients.
         small: the number of elements up to which a parameter stays whole on each rank. A parameter that has
             no dimension divisible by the number of ranks stays whole, too.
+        together: the number of elements up to which sharded parameters of a layer (an element of an
+            `nn.ModuleList` or `nn.Sequential`) are gathered, and their gradients reduced, by one collective.
 
     Raises:
         ArgumentError: the mesh has more than two dimensions, a parameter is a DTensor already, or a module
@@ -68,7 +74,8 @@ def shard(model: M, mesh: DeviceMesh, *, precision: Precision = Precision(), sma
                             "replicates and one that shards")
     _check(model)
     parts: dict[nn.Parameter, nn.Parameter] = {}
-    layers = {model, *_in_lists(model)}
+    layers = dict.fromkeys(_in_lists(model), together) | {model: 0}
+    """The layers, and how large parameters may be that are gathered together there."""
     for module in list(model.modules()):
         registry = parameters_of(module)
         names = tuple(name for name, p in registry.items() if p is not None)
@@ -79,7 +86,7 @@ def shard(model: M, mesh: DeviceMesh, *, precision: Precision = Precision(), sma
             registry[name] = parts[whole]
         if names or module in layers:
             kind: Any = type(module)
-            module.__class__ = _gathering(kind, names, precision, module in layers)
+            module.__class__ = _gathering(kind, names, precision, layers.get(module))
     return model
 
 
@@ -127,16 +134,17 @@ _here = threading.local()
 
 
 @functools.cache
-def _gathering(kind: Any, names: tuple[str, ...], precision: Precision, is_layer: bool) -> type[nn.Module]:
+def _gathering(kind: Any, names: tuple[str, ...], precision: Precision,
+               together: int | None) -> type[nn.Module]:
     """Return a subclass whose parameters are whole while a forward runs; equal layers share it. The innermost
-    sharded module that runs gathers a parameter once. `is_layer`: whether the small parameters of its
-    submodules are averaged together."""
+    sharded module that runs gathers a parameter once. `together`: of a layer, the elements up to which its
+    parameters are gathered together."""
     plain: Callable[..., Any] = kind.forward
 
     @functools.wraps(plain)
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         outside, layer = getattr(_here, "whole", None), getattr(_here, "layer", None)
-        _here.whole, _here.layer = {}, (module, {}) if is_layer or layer is None else layer
+        _here.whole, _here.layer = {}, (module, {}) if together is not None or layer is None else layer
         try:
             return plain(module, *args, **kwargs)
         finally:
@@ -149,60 +157,75 @@ def _gathering(kind: Any, names: tuple[str, ...], precision: Precision, is_layer
                 return part
             key = part, torch.is_grad_enabled()
             if key not in known:
-                known[key] = _small(part, precision) if placed(part).placements[-1].is_replicate() else \
-                    _Gathered.apply(local_part(part), placed(part), precision)
+                known[key] = _whole(part, precision)
             return known[key]
         return property(read)
 
     described = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind,), {"forward": forward, "is_rkmate_layer": is_layer, **described,
+    return type(kind.__name__, (kind,), {"forward": forward, "rkmate_together": together, **described,
                                          **{n: whole(n) for n in names}})
 
 
-def _small(part: Any, precision: Precision) -> torch.Tensor:
-    """Return a small parameter for a forward to read. The first one that the layer reads takes the others
-    with it."""
+def _whole(part: Any, precision: Precision) -> torch.Tensor:
+    """Return a parameter for a forward to read. Of parameters that are gathered or averaged together, the
+    first one that the layer reads takes the others with it."""
     layer, known = _here.layer
-    trains = part.requires_grad and torch.is_grad_enabled()
-    if not trains or part not in known:
-        own = {p: None for m in _of_layer(layer) for p in parameters_of(m).values() if is_dtensor(p)
-               and p.requires_grad and placed(p).placements[-1].is_replicate()} if trains else {}
-        group = [*own] if part in own else [part]
-        made: dict[Any, torch.Tensor] = dict(zip(group, _Averaged.apply(
-            placed(part).mesh, precision, *map(local_part, group)), strict=True))
-        if not trains:
-            return made[part]
-        known.update(made)
-    found: torch.Tensor = known[part]
-    return found
+    key = part, torch.is_grad_enabled()
+    if key in known:
+        found: torch.Tensor = known[key]
+        return found
+    together = getattr(type(layer), "rkmate_together", None) or 0
+    kind = _kind(part, together)
+    group = [part] if kind is None else [*dict.fromkeys(
+        p for m in _of_layer(layer) for p in parameters_of(m).values()
+        if is_dtensor(p) and _kind(p, together) == kind)]
+    if part not in group:                   # of another layer
+        group = [part]
+    made: dict[Any, torch.Tensor] = dict(zip(group, _Whole.apply(
+        tuple(map(placed, group)), precision, *map(local_part, group)), strict=True))
+    if kind is not None:
+        known.update({(p, key[1]): t for p, t in made.items()})
+    return made[part]
+
+
+def _kind(part: Any, together: int) -> Any:
+    """Return what a parameter has in common with those that are made whole together with it; None if it is
+    made whole by itself."""
+    if placed(part).placements[-1].is_replicate():
+        return "whole", part.requires_grad
+    return ("parts", part.requires_grad, part.dtype) if part.numel() <= together else None
 
 
 def _of_layer(module: nn.Module) -> Iterator[nn.Module]:
     """Yield a layer and its submodules, without those of other layers."""
     yield module
     for child in module.children():
-        if not getattr(type(child), "is_rkmate_layer", False):
+        if getattr(type(child), "rkmate_together", None) is None:
             yield from _of_layer(child)
 
 
-def _cast(local: torch.Tensor, precision: Precision) -> torch.Tensor:
-    dtype = precision.parameters
-    return local if dtype is None or not local.is_floating_point() else local.to(dtype)
-
-
-class _Averaged(torch.autograd.Function):
-    """Parameters that are whole on each rank. Their gradients are averaged together."""
+class _Whole(torch.autograd.Function):
+    """Parameters as a forward reads them: gathered together where each rank has a part of them. Their
+    gradients are averaged together: reduced, and scattered where each rank has a part."""
 
     @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, precision: Precision, *whole: torch.Tensor
+    def forward(ctx: Any, places: tuple[Placed, ...], precision: Precision, *local: torch.Tensor
                 ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.mesh, ctx.precision, ctx.dtypes = mesh, precision, [w.dtype for w in whole]
-        return tuple(_cast(w, precision).view_as(w) for w in whole)
+        ctx.places, ctx.precision, ctx.dtypes = places, precision, [t.dtype for t in local]
+        mesh, dtype = places[0].mesh, precision.parameters
+        ctx.ranks = ranks = mesh.size(mesh.ndim - 1) if places[0].placements[-1].is_shard() else 1
+        local = tuple(t.to(dtype) if dtype is not None and t.is_floating_point() else t for t in local)
+        if ranks == 1:
+            return tuple(t.view_as(t) for t in local)
+        gathered = _exchanged("all_gather_into_tensor", _flat(local), mesh, -1, ranks)
+        parts = gathered.view(ranks, -1).split([t.numel() for t in local], 1)
+        return tuple(part.unflatten(1, t.shape).movedim(0, place.placements[-1].dim).reshape(place.shape)
+                     for part, t, place in zip(parts, local, places, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        mesh, dtype = ctx.mesh, ctx.precision.gradients
+        mesh, dtype, ranks = ctx.places[0].mesh, ctx.precision.gradients, ctx.ranks
         found = list(grads)
         by_type: dict[torch.dtype, list[int]] = {}
         for k, grad in enumerate(grads):
@@ -210,43 +233,27 @@ class _Averaged(torch.autograd.Function):
                 by_type.setdefault(dtype or grad.dtype, []).append(k)
         for kind, numbers in by_type.items():
             some = [g.to(kind) for k in numbers if (g := grads[k]) is not None]
-            flat = some[0].contiguous() if len(some) == 1 else torch.cat([g.reshape(-1) for g in some])
-            for dim in range(mesh.ndim - 1, -1, -1):
+            shapes = [g.shape for g in some]
+            if ranks > 1:
+                dims = [ctx.places[k].placements[-1].dim for k in numbers]
+                some = [g.unflatten(d, (ranks, -1)).movedim(d, 0) for g, d in zip(some, dims, strict=True)]
+                shapes = [g.shape[1:] for g in some]
+                flat = _flat([g.reshape(ranks, -1) for g in some], 1).reshape(-1)
+                flat = _exchanged("reduce_scatter_tensor", flat, mesh, -1, "sum", ranks)
+            else:
+                flat = _flat(some)
+            for dim in range(mesh.ndim - 1 - (ranks > 1), -1, -1):
                 flat = flat if mesh.size(dim) == 1 else _exchanged("all_reduce", flat, mesh, dim, "sum")
-            parts = flat.reshape(-1).split([g.numel() for g in some])
-            for k, grad, part in zip(numbers, some, parts, strict=True):
-                found[k] = (part.view(grad.shape) / mesh.size()).to(ctx.dtypes[k])
+            parts = flat.split([shape.numel() for shape in shapes])
+            for k, shape, part in zip(numbers, shapes, parts, strict=True):
+                found[k] = (part.view(shape) / mesh.size()).to(ctx.dtypes[k])
         return None, None, *found
 
 
-class _Gathered(torch.autograd.Function):
-    """The whole of a sharded parameter. Its gradient is reduced, scattered and averaged."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, place: Placed, precision: Precision) -> torch.Tensor:
-        ctx.place, ctx.precision, ctx.dtype = place, precision, local.dtype
-        local = _cast(local, precision)
-        ranks, placement = place.mesh.size(place.mesh.ndim - 1), place.placements[-1]
-        if ranks == 1:
-            return local.view_as(local)
-        whole = _exchanged("all_gather_into_tensor", local, place.mesh, -1, ranks)
-        if placement.dim:
-            whole = whole.unflatten(0, (ranks, -1)).movedim(0, placement.dim).reshape(place.shape)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        mesh, placement = ctx.place.mesh, ctx.place.placements[-1]
-        ranks = mesh.size(mesh.ndim - 1)
-        if ctx.precision.gradients is not None:
-            grad = grad.to(ctx.precision.gradients)
-        if ranks > 1:
-            if placement.dim:
-                grad = grad.unflatten(placement.dim, (ranks, -1)).movedim(placement.dim, 0).flatten(0, 1)
-            grad = _exchanged("reduce_scatter_tensor", grad.contiguous(), mesh, -1, "sum", ranks)
-        if mesh.ndim == 2 and mesh.size(0) > 1:
-            grad = _exchanged("all_reduce", grad, mesh, 0, "sum")
-        return (grad / mesh.size()).to(ctx.dtype), None, None
+def _flat(tensors: Sequence[torch.Tensor], dims: int = 0) -> torch.Tensor:
+    """Return all elements of tensors in one, with the first `dims` dimensions as they are."""
+    flat = [t.flatten(dims) for t in tensors]
+    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat, dims)
 
 
 def _exchanged(name: str, tensor: torch.Tensor, mesh: DeviceMesh, dim: int, *others: Any) -> torch.Tensor:

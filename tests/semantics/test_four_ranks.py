@@ -1,10 +1,12 @@
 """Four gloo processes: replicas, tensor-parallel models with sequence parallelism, and models that are tensor
-parallel and sharded, with the bits of the original within the budget."""
+parallel and sharded, with the bits of the original within the budget; and ranks of which one measures other
+times."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 import rkmate
 from rkmate import device as devices
 from rkmate.ilp import OptionSettings
+from rkmate.measure.runs import Timings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
 from tests.semantics.ranks import Found, Net, parallel_in_sequence, whole
@@ -27,6 +30,7 @@ QUICK = Settings(costs="analytic", options=OptionSettings(grid=(6, 6), time_limi
 STEPS, WIDTH = 8, 64
 KINDS = ("replicas", "tensor and sequence parallel", "tensor parallel and sharded")
 RANKS = {"count": 4}
+PLANS = 20
 
 
 def _made(kind: str) -> nn.Module:
@@ -94,8 +98,31 @@ def _compared(rank: int, kind: str) -> dict[str, Any]:
             "far": max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, theirs, strict=True))}
 
 
+def _slowed(rank: int) -> dict[str, Any]:
+    """One rank that measures ten times the times of the others: plans for many shapes, each with a step."""
+    seconds, schedules = Timings.seconds, []
+    try:
+        if rank == 2:
+            Timings.seconds = lambda self, key: 10 * seconds(self, key)  # type: ignore[method-assign]
+        for k in range(PLANS):
+            net = _made("tensor and sequence parallel")
+            assert isinstance(net, Net)
+            net.blocks = net.blocks[:1]
+            x = torch.randn(1, 4 * (k + 4), WIDTH)
+            planned = rkmate.wrap(net, (x,), budget=0.8, progress=False,
+                                  settings=replace(QUICK, costs="measured"))
+            assert planned.plan is not None
+            schedules.append(planned.plan.schedule)
+            planned(x).square().mean().backward()
+    finally:
+        Timings.seconds = seconds  # type: ignore[method-assign]
+    every: list[Any] = [None] * 4
+    dist.all_gather_object(every, schedules)
+    return {"plans": len(schedules), "equal": all(theirs == schedules for theirs in every)}
+
+
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
-    kind: functools.partial(_compared, kind=kind) for kind in KINDS}
+    **{kind: functools.partial(_compared, kind=kind) for kind in KINDS}, "slowed": _slowed}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,3 +133,9 @@ def test_bits_and_budget(found: Found, kind: str) -> None:
         # DistributedDataParallel sums four ranks' gradients in the order of its buckets.
         assert mine["equal"] or (kind == "replicas" and mine["far"] < 1e-6), mine
         assert mine["after"] <= 0.8 * mine["before"], mine
+
+
+def test_a_slow_rank_follows_the_same_plans(found: Found) -> None:
+    for mine in found["slowed"]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine == {"plans": PLANS, "equal": True}

@@ -119,9 +119,10 @@ def _wrapped(rank: int, model: nn.Module, budget: float) -> rkmate.PlannedModule
 
 
 def _budgets(rank: int) -> dict[str, Any]:
-    eager, tokens, found = _sharded(), _tokens(rank), {}
+    tokens, found = _tokens(rank), {}
     expected = _plain(rank)
-    assert _losses(eager, eager, rank) == expected
+    for eager in (_sharded(), _sharded(together=0)):
+        assert _losses(eager, eager, rank) == expected
     for budget in BUDGETS:
         model = _sharded()
         planned = _wrapped(rank, model, budget)
@@ -172,7 +173,7 @@ def _mixed() -> nn.Module:
 def _precision(rank: int) -> dict[str, Any]:
     """Gathered in bfloat16."""
     half = rkmate.distributed.Precision(torch.bfloat16, torch.float32)
-    model, eager = _sharded(_mixed(), precision=half), _sharded(_mixed(), precision=half)
+    model, eager = _sharded(_mixed(), precision=half, together=0), _sharded(_mixed(), precision=half)
     losses, plain = _losses(_wrapped(rank, model, 0.6), model, rank), _plain(rank, _mixed())
     return {"equal": losses == _losses(eager, eager, rank), "off": abs(losses[-1] / plain[-1] - 1)}
 
@@ -261,6 +262,28 @@ def test_small_parameters_of_a_layer_are_averaged_together(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("one_of_two")
+def test_parameters_of_a_layer_are_gathered_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, tokens, ran = _GPT(), _tokens(0), Counter[str]()
+    plain.blocks[1].out.requires_grad_(False)
+    monkeypatch.setattr(sharding, "functional", lambda name: ran.update((name,)) or functional(name))
+    # Two embeddings and the head; three blocks with four products each, of which one does not train.
+    for together, gathers, reduced in ((0, 15, 14), (4 * WIDTH ** 2, 7, 6), (WIDTH ** 2, 15, 14)):
+        model = _sharded(copy.deepcopy(plain), small=4 * WIDTH, together=together)
+        ran.clear()
+        model(tokens).backward()
+        assert (ran["all_gather_into_tensor"], ran["reduce_scatter_tensor"]) == (gathers, reduced)
+        for (path, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is not None) == theirs.requires_grad, path
+            assert mine.grad is None or mine.grad.shape == theirs.shape
+    ran.clear()
+    with torch.no_grad():
+        model = _sharded(copy.deepcopy(plain), small=4 * WIDTH)
+        model(tokens)
+        model.blocks[0](torch.randn(1, 32, WIDTH))          # a layer by itself
+    assert ran["all_gather_into_tensor"] == 8
+
+
+@pytest.mark.usefixtures("one_of_two")
 def test_parameters_of_the_module() -> None:
     model = _sharded(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5)), small=30)
     first, second = model
@@ -291,7 +314,7 @@ def test_a_model_of_a_library_on_the_meta_device() -> None:
             num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
             intermediate_size=128, vocab_size=512, use_cache=False))
         tokens = torch.zeros(2, 32, dtype=torch.long)
-    plan = rkmate.plan(_sharded(model), (), {"input_ids": tokens, "labels": tokens}, budget=0.8,
+    plan = rkmate.plan(_sharded(model, together=0), (), {"input_ids": tokens, "labels": tokens}, budget=0.8,
                        device="h100", progress=False, settings=QUICK)
     assert plan.peak_bytes <= plan.budget_bytes
     gathers = [c for c in plan.graph.computations if "all_gather" in c.operation]
