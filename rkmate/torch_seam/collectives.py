@@ -199,6 +199,14 @@ def _all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, 
     _write([output], [_called("all_to_all_single", input, *splits, group_name(group))])
 
 
+def _all_to_all(output_tensor_list: Any, input_tensor_list: Any, group: Any = None,
+                async_op: bool = False) -> None:
+    splits = [[t.numel() for t in tensors] for tensors in (output_tensor_list, input_tensor_list)]
+    flat = torch.cat([t.reshape(-1) for t in input_tensor_list])
+    found = _called("all_to_all_single", flat, *splits, group_name(group))
+    _write(output_tensor_list, found.split(splits[0]))
+
+
 def _broadcast(tensor: Any, src: Any = None, group: Any = None, async_op: bool = False,
                group_src: Any = None) -> None:
     source = group_src if group_src is not None else dist.get_group_rank(_resolved(group), src)
@@ -209,7 +217,7 @@ TRACED: dict[str, Callable[..., None]] = {
     "all_reduce": _all_reduce, "all_gather_into_tensor": _all_gather_into_tensor,
     "all_gather_single": _all_gather_into_tensor, "all_gather": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter_tensor, "reduce_scatter_single": _reduce_scatter_tensor,
-    "all_to_all_single": _all_to_all_single, "broadcast": _broadcast}
+    "all_to_all_single": _all_to_all_single, "all_to_all": _all_to_all, "broadcast": _broadcast}
 """For functions of `torch.distributed`, what a trace runs instead."""
 
 
@@ -263,6 +271,15 @@ def functions_traced() -> Iterator[None]:
 
         return run
 
+    def all_to_all(ctx: Any, group: Any, outputs: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if threading.get_ident() != here or not inside_fake_mode():
+            found: tuple[torch.Tensor, ...] = by_lists(ctx, group, outputs, *tensors)
+            return found
+        ctx.group, ctx.input_tensor_size_list = group, [t.size() for t in tensors]
+        _all_to_all(outputs, tensors, group)
+        return tuple(outputs)
+
+    by_lists = of_nn._AlltoAll.forward              # with gloo, one scatter for each rank
     remaps = getattr(_functional_collectives, "traceable_collective_remaps", {})
     with ExitStack() as stack:
         # Its functions say that they cannot be traced, before they call those that are replaced.
@@ -279,4 +296,5 @@ def functions_traced() -> Iterator[None]:
                 stack.enter_context(mock.patch.object(module, name, run))
         stack.enter_context(mock.patch.dict(remaps, instead))
         stack.enter_context(mock.patch.object(_functions, "torch", _TorchOfNorms()))
+        stack.enter_context(mock.patch.object(of_nn._AlltoAll, "forward", staticmethod(all_to_all)))
         yield

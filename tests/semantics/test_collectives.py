@@ -120,6 +120,14 @@ def _of_nn(x: torch.Tensor) -> torch.Tensor:
     return of_nn.all_reduce(x)
 
 
+def _lists_of_nn(x: torch.Tensor) -> torch.Tensor:
+    """With gloo, torch exchanges lists by scattering, also the gradients of what was gathered."""
+    import torch.distributed.nn.functional as of_nn
+
+    own, other = of_nn.all_to_all([torch.empty_like(x) for _ in range(2)], [x, x * 2])
+    return sum(of_nn.all_gather(own)) + other
+
+
 def _objects(x: torch.Tensor) -> torch.Tensor:
     found: list[Any] = [None, None]
     dist.all_gather_object(found, dist.get_rank())
@@ -481,6 +489,7 @@ REFUSED: dict[str, tuple[Way, bool]] = {
     "opaque, swallowed": (_swallowed, True), "opaque, a function's backward": (_ReducedBackward.apply, True)}
 """Ways to communicate, and whether the submodule runs as it is. The ranks plan in turns."""
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "lists": lambda rank: _planned(rank, _lists_of_nn),
     **{name: lambda rank, turn=k % 2, way=way, opaque=opaque: _refused(rank, turn, way, opaque)
        for k, (name, (way, opaque)) in enumerate(REFUSED.items())},
     **{name: lambda rank, way=way: _planned(rank, way) for name, way in WAYS.items()},
@@ -523,6 +532,17 @@ def test_one_plan_with_the_collectives_of_the_original(found: Found, name: str) 
         planned, original = rank["exchanges"]
         assert planned == original and sum(planned.values()) > 0
         assert rank["schedules"][0] == rank["schedules"][1]
+
+
+def test_lists_are_exchanged_at_once(found: Found) -> None:
+    for rank in found["lists"]:
+        assert "failed" not in rank, rank["failed"]
+        assert rank["equal"] and rank["schedules"][0] == rank["schedules"][1]
+        planned, original = rank["exchanges"]
+        gathers = planned.pop("gloo:all_gather")
+        assert gathers == original.pop("gloo:all_gather") > 0
+        # An exchange, its gradient's, and that of the gradients of what was gathered.
+        assert list(planned.values()) == [3 * gathers] and original == {"gloo:scatter": 6 * gathers}
 
 
 def test_peaks_are_as_planned(found: Found) -> None:
