@@ -20,6 +20,10 @@ from torch import nn
 
 LIMIT = 240.0
 """Seconds of processor time after which a rank is killed, and the timeout of a group."""
+LOADED_ONCE = ("torch.export", "torch._functorch.aot_autograd", "torch._inductor.compile_fx",
+               "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
+               "torch.distributed._functional_collectives", "rkmate.api", "rkmate.runtime.apply")
+"""Modules that the process loads from which ranks are forked: all of them begin with these."""
 STILL = 90.0
 """Seconds in which ranks that compute nothing are not killed yet."""
 Found = dict[str, list[dict[str, Any]]]
@@ -29,7 +33,8 @@ Found = dict[str, list[dict[str, Any]]]
 def found_by_ranks(module: str, folder: Path, patience: float = LIMIT, count: int = 2) -> Found:
     """Let processes go through the ``TASKS`` of a test module: a dictionary of functions from a rank to what
     it finds. `patience`: the group's timeout, in seconds. `count`: of the processes."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(LOADED_ONCE))
     ranks = [context.Process(target=_rank, args=(rank, module, str(folder), patience, count), daemon=True)
              for rank in range(count)]
     for process in ranks:
