@@ -220,12 +220,12 @@ class OneBudget:
             self._told.add(subject)
             warn(message)
 
-    def _shared_out(self, parts: Sequence[Part], items: Sequence[Item], rest: Rest) -> Shared:
+    def _shared_out(self, parts: Sequence[Part], items: Sequence[Item], rest: Rest, budget: int) -> Shared:
         """Share the budget out: the fastest schedules together. Raises `InfeasibleBudget`.
 
         `items`: calls that follow one schedule, each of the part at its place in `parts`.
         """
-        budget, beside = self.planning.budget.of(rest.plain), max(rest.beside, 0)
+        beside = max(rest.beside, 0)
         alone = max(rest.alone - beside, 0)
         choice = share_out(items, budget - beside, alone)
         if choice is None or rest.early > budget:

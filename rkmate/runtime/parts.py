@@ -11,11 +11,10 @@ import contextlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from rkmate import device as devices
@@ -23,23 +22,24 @@ from rkmate.budget import Budget
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.state import BuffersAndDraws
-from rkmate.graph.capture.structure import Structure, take_apart
+from rkmate.graph.capture.structure import take_apart
 from rkmate.pipeline.part_plans import ways_of, with_terms
 from rkmate.pipeline.prepare import trace
 from rkmate.planners.several_calls import Item
+from rkmate.runtime.followed_step import FollowedStep
 from rkmate.runtime.guards import ModuleReader, guards_of
-from rkmate.runtime.observed_step import ObservedStep, PartCall
+from rkmate.runtime.observed_step import ObservedStep
 from rkmate.runtime.one_budget import (
     OneBudget,
     Part,
     Rest,
     Shared,
     Watch,
-    is_one_operation,
     is_unobserved,
     take_watch_from,
     undisturbed,
 )
+from rkmate.runtime.part_kinds import Kind, is_worth_looking_at, kind_key
 from rkmate.runtime.plan_cache import Planning, Prototype
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
@@ -47,7 +47,6 @@ from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.modules import compiled_call, own_call
 from rkmate.torch_seam.nodes import VALUE
-from rkmate.torch_seam.patches.autograd import region_of
 from rkmate.torch_seam.patches.features import GRADIENTS
 from rkmate.torch_seam.tensors import has_strides
 from rkmate.torch_seam.trace import gradients_laid_out
@@ -57,10 +56,10 @@ logger = logging.getLogger("rkmate")
 
 WORTH = 0.02
 """The share of what a step keeps for the backward that a kind of part has to keep, to be planned."""
-ABOUT = 0.05
-"""The share of its bytes by which a call may differ from another one of about the same size."""
 FULL = 0.97
 """The share of what calls hold that schedules are looked for with, at most, where not all of it fits."""
+MEASURED = 3
+"""The number of steps with plans that are measured at most, until one keeps to its budget."""
 SIZES = 4
 """The number of sizes of calls that submodules of a kind are captured for; calls of further sizes count by
 the bytes that they save."""
@@ -74,58 +73,16 @@ class Put(Protocol):
         """`plans`: to follow where they fit. `refused`: told of a call that cannot be planned."""
 
 
-@dataclass
-class Kind:
-    """Calls that are alike: of submodules of one class, with parameters and arguments of the same shapes."""
+@dataclass(frozen=True)
+class Asked:
+    """What a budget is shared out for: the parts of a step that was observed, and the rest of it."""
 
-    name: str
-    """Of the class."""
-    key: object
-    """The properties that its submodules have in common."""
-    sizes: tuple[torch.Size, ...] = ()
-    """The shapes of the arguments of the call that was captured."""
-    part: Part | None = None
-    """What was captured; None where nothing was."""
-    why: str = ""
-    """Why none of its calls can be planned."""
-    calls: list[tuple[nn.Module, PartCall]] = field(default_factory=list)
-    """Calls in the latest observed step that has some."""
-    observed_in: int = 0
-    """The number of that step."""
-    given: tuple[Structure, list[torch.Tensor]] | None = None
-    """The arguments of the captured call, until it is planned."""
-    known_shared: frozenset[int] = frozenset()
-    """Numbers of the arguments whose gradients plans hand out as terms of a sum."""
-
-    @property
-    def saved(self) -> int:
-        """Bytes that its calls have saved."""
-        return sum(call.saved for _, call in self.calls)
-
-    def sizes_of(self, module: nn.Module) -> tuple[float, float]:
-        """Return the average and the largest bytes that a call of a submodule saves, divided by those of the
-        captured call; 1 for a submodule that was not called."""
-        mine = [call.saved for m, call in self.calls if m is module]
-        captured = next((call.saved for m, call in self.calls if self.part and m is self.part.model), 0)
-        if not mine or not captured or all(abs(b / captured - 1) <= ABOUT for b in mine):
-            return 1.0, 1.0
-        return sum(mine) / len(mine) / captured, max(mine) / captured
-
-    @property
-    def shared(self) -> frozenset[int]:
-        """Numbers of the arguments that others contribute gradients to."""
-        return frozenset(k for _, call in self.calls for k in call.shared)
-
-    @property
-    def is_checkpointed(self) -> bool:
-        """Whether it calls torch.utils.checkpoint: what it saves as it is says little."""
-        return self.part is not None and any(
-            region_of(n) is not None for n in self.part.traced.capture.graph.nodes)
-
-    @property
-    def taught(self) -> tuple[int, ...]:
-        """Numbers of the outputs through which gradients came."""
-        return tuple(sorted({k for _, call in self.calls for k in call.taught}))
+    step: ObservedStep
+    kinds: Sequence[Kind]
+    items: Sequence[Item]
+    places: Sequence[tuple[Kind, Part, nn.Module]]
+    """The kind, what was captured of it, and the submodule of each item."""
+    rest: Rest
 
 
 class Parts(OneBudget):
@@ -166,6 +123,14 @@ class Parts(OneBudget):
         self._is_planned = False
         self._again = False
         """Whether the next step is observed, and the budget shared out again."""
+        self._asked: Asked | None = None
+        """What the plans that are followed were chosen for."""
+        self._over = 0
+        """Bytes that a step with plans took over its budget, once it was measured."""
+        self._followed: FollowedStep | None = None
+        self._to_measure = 0
+        """How many steps with plans are still to be measured, at most."""
+        self._told: set[str] = set()
 
     # -- calls ----------------------------------------------------------------------------
 
@@ -334,9 +299,11 @@ class Parts(OneBudget):
             for module in self.planned:
                 self._take(module)
             self.watch_methods()
-        if step is None or self._inside:
+        if self._inside:
             return
-        if step.backward_seen:
+        if step is None:
+            self._measure_followed()
+        elif step.backward_seen:
             self._step = None
             self._plan(step)
         elif step.is_empty:             # its results were dropped
@@ -396,30 +363,77 @@ class Parts(OneBudget):
         if not kinds:
             self._nothing_worth(step)
             return
-        rest = rest._replace(plain=most)
+        self._asked, self._over, self._to_measure = Asked(
+            step, kinds, items, places, rest._replace(plain=most)), 0, MEASURED
+        if self._share(self._asked, budget):
+            inside = {id(m) for part in self.planned for m in part.modules()}
+            self.watch(m for m in unseen if id(m) not in inside and kind_key(m) not in saved
+                       and any(p.requires_grad for p in m.parameters()))
+
+    def _share(self, asked: Asked, budget: int) -> bool:
+        """Share a budget out, and put plans into the parts; False where the step needs none."""
+        places, most = asked.places, asked.rest.plain
         try:
-            shared = self._shared_out([part for _, part, _ in places], items, rest)
+            shared = self._shared_out([part for _, part, _ in places], asked.items, asked.rest, budget)
         except InfeasibleBudget:
             if most > budget:
                 raise
             self._is_planned = True
             logger.warning("%s needs no plans: a step takes about %s bytes as it is, and the budget is %s",
                            self._type, f"{most:,}", f"{budget:,}")
-            return
+            for module in self.planned:
+                self._take(module)
+            self.planned = []
+            return False
         followed: dict[nn.Module, list[tuple[Kind, Prototype]]] = defaultdict(list)
         for (kind, _, module), plan in zip(places, shared.plans, strict=True):
             followed[module].append((kind, plan))
         for module, mine in followed.items():
-            self._put_into(module, mine, shared, counts.total())
+            self._put_into(module, mine, shared, sum(item.calls for item in asked.items))
         self.planned = list(followed)
         self._is_planned = True
-        self._tell_of(step, kinds, [(kind, module) for kind, _, module in places], rest, shared)
+        self._tell_of(asked, shared)
         for kind in self._kinds:
             if kind.part is not None:
                 kind.part.traced, kind.given = replace(kind.part.traced, tensors={}), None
-        inside = {id(m) for part in self.planned for m in part.modules()}
-        self.watch(m for m in unseen if id(m) not in inside and kind_key(m) not in saved
-                    and any(p.requires_grad for p in m.parameters()))
+        return True
+
+    def _measure_followed(self) -> None:
+        """Before a call from outside: measure a step with plans. Where it takes more than its budget, that is
+        shared out again with so much less, or a warning says so."""
+        asked, followed = self._asked, self._followed
+        if not self._to_measure or asked is None or not self.planned:
+            return
+        settings = self.planning.settings
+        if followed is not None:
+            if not followed.backward_seen:      # several calls come before a backward
+                return
+            budget, peak = self.planning.budget.of(asked.rest.plain), followed.peak()
+            self._to_measure -= not followed.only_looks
+            if peak is not None and peak > budget:
+                self._share_again(asked, budget, peak)
+            elif peak is not None:
+                self._to_measure = 0
+        places = [t.device for t in self._model.parameters()]
+        if settings.gradients == "in_place" or not places or not devices.of(places[0]).host:
+            self._to_measure = 0                # statistics of an allocator watch each plan's first step
+        self._followed = None if not self._to_measure else FollowedStep(
+            self._model.parameters(), None if followed is None else devices.of(places[0]).parts_meter())
+
+    @planning_lock
+    def _share_again(self, asked: Asked, budget: int, peak: int) -> None:
+        """Share the budget out once more. `peak`: bytes that a step with plans took."""
+        self._over += peak - budget
+        if self._to_measure:
+            with contextlib.suppress(InfeasibleBudget):
+                logger.warning("A step of %s takes %s bytes with these plans: the budget is shared out again",
+                               self._type, f"{peak:,}")
+                self._share(asked, budget - self._over)
+                return
+        self._to_measure = 0
+        warn(f"a step of {self._type}, planned by parts, takes {peak:,} bytes, and its budget is {budget:,}: "
+             f"what is not planned takes more than it did in the step that was observed. A budget of "
+             f"{budget + self._over:,} bytes leaves room for that")
 
     def _nothing_worth(self, step: ObservedStep) -> None:
         """No part of the step is worth a plan."""
@@ -518,25 +532,32 @@ class Parts(OneBudget):
                            "of it is planned by parts. The first step runs as it is, and is measured",
                            self._name(module), self._type)
 
-    def _tell_of(self, step: ObservedStep, kinds: Sequence[Kind], places: Sequence[tuple[Kind, nn.Module]],
-                 rest: Rest, shared: Shared) -> None:
+    def _tell_of(self, asked: Asked, shared: Shared) -> None:
         parts = []
-        for key in dict.fromkeys(k.key for k in kinds):
-            mine = [(k, m) for k, m in places if k.key == key]
+        for key in dict.fromkeys(k.key for k in asked.kinds):
+            mine = [(k, m) for k, _, m in asked.places if k.key == key]
             names = list(dict.fromkeys(self._name(m) for _, m in mine))
             several = f" to {names[-1]}, {len(names)} in all" if len(names) > 1 else ""
             parts.append(f"{names[0]}{several} ({mine[0][0].name})")
         why = "; ".join(dict.fromkeys(f"{k.name}: {k.why}" for k in self._kinds if k.why))
-        planned = sum(k.saved for k in kinds)
+        planned = sum(k.saved for k in asked.kinds)
         logger.warning(
             "%s is planned by parts: %s. That is %.0f%% of the %s bytes that a step as it is keeps for its "
             "backward. The rest takes up to %s bytes, a step at most about %s bytes of the budget of %s%s",
-            self._type, ", ".join(parts), 100 * planned / max(1, step.kept), f"{step.kept:,}",
-            f"{rest.beside:,}", f"{shared.taken:,}", f"{shared.budget:,}",
+            self._type, ", ".join(parts), 100 * planned / max(1, asked.step.kept), f"{asked.step.kept:,}",
+            f"{asked.rest.beside:,}", f"{shared.taken:,}", f"{shared.budget:,}",
             f". Not planned: {why}" if why else "")
 
     def _name(self, module: nn.Module) -> str:
         return next((n for n, m in self._model.named_modules() if m is module), type(module).__name__)
+
+    # -- watching -------------------------------------------------------------------------
+
+    def _stop_watching(self) -> None:
+        super()._stop_watching()
+        if self._followed is not None:
+            self._followed.close()
+            self._followed = None
 
     def _forget(self) -> None:
         """Observe nothing any more."""
@@ -553,21 +574,6 @@ class Parts(OneBudget):
             self._take(module)
         self.planned = []
         self._is_planned = self.active = False
-
-
-def kind_key(module: nn.Module) -> object:
-    """Return what submodules have in common that are planned alike."""
-    forward = module.__dict__.get("forward")
-    return (type(module), module.training, getattr(forward, "__func__", forward),
-            tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()),
-            tuple((n, type(m)) for n, m in module.named_modules()))
-
-
-def is_worth_looking_at(module: nn.Module) -> bool:
-    """Whether a submodule may be more than one operation of torch."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
-        return False
-    return not is_one_operation(module)
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:

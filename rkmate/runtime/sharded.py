@@ -34,9 +34,9 @@ from rkmate.budget import Budget
 from rkmate.device.protocol import MeterError
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.operations import is_random
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import Structure, take_apart, take_call_apart
+from rkmate.graph.ops.properties import is_random
 from rkmate.measure.analytic import analytic_costs
 from rkmate.pipeline.part_plans import ways_of
 from rkmate.pipeline.prepare import Blocked, block, trace, with_operation_costs
@@ -523,11 +523,12 @@ class Sharded(OneBudget):
         now.is_shared = True
         calls = Counter(now.observed)
         whole = sum(part.whole.saved for _, part in now.observed)
-        spare = self.planning.budget.of(rest.plain) - max(rest.alone, rest.beside, 0)
+        budget = self.planning.budget.of(rest.plain)
+        spare = budget - max(rest.alone, rest.beside, 0)
         for part in parts:
             part.look(max(0.0, spare / max(1, whole)))
-        shared = self._shared_out([part for _, part in calls],
-                                  [Item(part.ways, count) for (_, part), count in calls.items()], rest)
+        items = [Item(part.ways, count) for (_, part), count in calls.items()]
+        shared = self._shared_out([part for _, part in calls], items, rest, budget)
         extra = shared.choice.extra
         for (follower, part), number, plan in zip(calls, shared.choice.ways, shared.plans, strict=True):
             self._chosen[follower][part] = part.ways[number], plan
@@ -543,7 +544,7 @@ class Sharded(OneBudget):
         logger.warning("%s is sharded: from this step on, a step takes about %s bytes of the budget of %s. "
                        "Outside of all plans are up to %s bytes (gathered parameters, their gradients, "
                        "buffers of the exchange)", self._type, f"{max(rest.early, shared.taken):,}",
-                       f"{shared.budget:,}", f"{max(rest[:3]):,}")
+                       f"{budget:,}", f"{max(rest[:3]):,}")
 
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
