@@ -78,7 +78,7 @@ class Crossed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(*(Gate(k) for k in range(DEEP)))
+        self.encoder = nn.Sequential(*(Block(k) for k in range(DEEP)))
         self.decoder = nn.ModuleList(nn.Bilinear(8, 8, 8) for _ in range(DEEP - 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
