@@ -84,14 +84,17 @@ def add_row(row: Any, path: Path | None) -> None:
             file.write(line + "\n")
 
 
-def options_of(about: str | None, models: Iterable[str], rows: Path, page: Path
+def options_of(about: str | None, models: Iterable[str], rows: Path, page: Path, folders: Iterable[str] = ()
                ) -> tuple[argparse.Namespace, list[str]]:
-    """The options of a benchmark whose rows stand in a page, and the models that are asked for."""
+    """The options of a benchmark whose rows stand in a page, and the models that are asked for. `folders`:
+    further options, each of which names a folder."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--models", default="", help=f"all, or some of {', '.join(models)}")
     parser.add_argument("--repeats", type=int, default=0, help="steps that are timed; 0: memory alone")
     parser.add_argument("--rows", type=Path, default=rows)
     parser.add_argument("--write", action="store_true", help=f"write {page.name}")
+    for option in folders:
+        parser.add_argument(option, type=Path)
     options = parser.parse_args()
     return options, [*models] if options.models == "all" else [*filter(None, options.models.split(","))]
 

@@ -2,8 +2,9 @@
 block and to gradients that are added up over single images: ``python benchmarks/tiles.py --models all
 --write``.
 
-Times need a quiet machine: ``--repeats 5``. Without repeats, memory alone is measured. Models of transformers
-and monai are left out where these are not installed.
+Times need a quiet machine: ``--repeats 3``. Without repeats, memory alone is measured. Searches take most
+of the time: ``--plans FOLDER`` saves their plans, and a later run with times follows those that are there.
+Models of transformers and monai are left out where these are not installed.
 """
 
 from __future__ import annotations
@@ -112,6 +113,36 @@ class Llama(nn.Module):
         x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         y = self.norms[1](x)
         found: torch.Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return found
+
+
+class Scan(nn.Module):
+    """A block of a state-space model (Mamba): a causal convolution, and states of which each depends on the
+    one before. Within a segment, states come from cumulative sums; the last one enters the next segment."""
+
+    def __init__(self, width: int, state: int, segment: int) -> None:
+        super().__init__()
+        inner, self.segment = 2 * width, segment
+        self.norm, self.enter = nn.RMSNorm(width), nn.Linear(width, 2 * inner, bias=False)
+        self.convolution = nn.Conv1d(inner, inner, 4, padding=3, groups=inner)
+        self.step, self.both = nn.Linear(inner, inner), nn.Linear(inner, 2 * state, bias=False)
+        self.decay = nn.Parameter(torch.arange(1.0, state + 1).log().expand(inner, -1).clone())
+        self.leave = nn.Linear(inner, width, bias=False)
+        nn.init.constant_(self.step.bias, -5)       # short steps: the powers below stay within float32
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        u, gate = self.enter(self.norm(x)).chunk(2, -1)
+        u = F.silu(self.convolution(u.transpose(1, 2))[..., :x.shape[1]].transpose(1, 2))
+        states, parts = u.new_zeros(len(u), 1, u.shape[2], 1), []
+        for part in u.split(self.segment, 1):
+            step = F.softplus(self.step(part))
+            into, out = self.both(part).unsqueeze(2).chunk(2, -1)
+            power = torch.cumsum(step.unsqueeze(-1) * -self.decay.exp(), 1)
+            added = torch.cumsum((step * part).unsqueeze(-1) * into * torch.exp(-power), 1)
+            every = torch.exp(power) * (states + added)
+            states = every[:, -1:]
+            parts.append((every * out).sum(-1))
+        found: torch.Tensor = x + self.leave(torch.cat(parts, 1) * F.silu(gate))
         return found
 
 
@@ -289,6 +320,9 @@ MODELS: dict[str, tuple[str, Callable[[], Made]]] = {
     "llama": ("two Llama blocks, 1 x 8192 x 256", lambda: (
         Blocks([Llama(256, 8, 1024) for _ in range(2)], F.mse_loss),
         (torch.randn(1, 8192, 256), torch.randn(1, 8192, 256)))),
+    "scan": ("two blocks of a state-space model (Mamba), 1 x 4096 x 64, in segments of 256", lambda: (
+        Blocks([Scan(64, 16, 256) for _ in range(2)], F.mse_loss),
+        (torch.randn(1, 4096, 64), torch.randn(1, 4096, 64)))),
     "unet-3d-64": ("3D U-Net with group norms, 1 x 1 x 64^3", lambda: (
         UNet(3, 16, lambda c: nn.GroupNorm(4, c)), _labelled(1, 1, 64, 64, 64, classes=4, dense=True))),
     "densenet121": ("DenseNet-121, 4 x 3 x 128 x 128", lambda: (
@@ -342,9 +376,10 @@ _NOT_TAKEN: tuple[int | None, float | None] = None, None
 class Bench:
     """One model and its copies."""
 
-    def __init__(self, name: str, repeats: int) -> None:
+    def __init__(self, name: str, repeats: int, plans: Path | None = None, before: Row | None = None) -> None:
+        """`plans`: a folder of saved plans; `before`: the row that belongs to them."""
         torch.manual_seed(0)
-        self.name, self.repeats = name, repeats
+        self.name, self.repeats, self.plans, self.before = name, repeats, plans, before
         self.model, self.inputs = MODELS[name][1]()
         for p in self.model.parameters():
             p.grad = torch.zeros_like(p)
@@ -353,10 +388,16 @@ class Bench:
 
     def row(self) -> Row:
         """Measure everything."""
-        without, budget = self._smallest("never"), self._smallest("auto")
-        peak, time = self._planned(budget)
+        known = self._saved("least")
+        if known is not None and self.before is not None:
+            without, budget = self.before.without * self.eager, known.budget_bytes
+        else:
+            without, budget = self._smallest("never"), self._smallest("auto")
+        peak, time = self._planned(budget, "least")
         error, eager_error = self._errors()
-        _, time_twice = self._planned(2 * budget) if self.repeats else (0, None)
+        time_twice = None
+        if self.repeats or self.plans is not None:
+            _, time_twice = self._planned(2 * budget, "twice")
         blocks, checkpointed, by_images = copy.deepcopy(self.reference), _NOT_TAKEN, _NOT_TAKEN
         if isinstance(blocks, Blocks):
             blocks.checkpointed = True
@@ -376,11 +417,19 @@ class Bench:
             return error.minimum_bytes
         raise AssertionError("a byte is enough")
 
-    def _planned(self, budget: int) -> tuple[int, float | None]:
+    def _saved(self, which: str) -> rkmate.Plan | None:
+        file = None if self.plans is None else self.plans / f"{self.name}-{which}.json"
+        return rkmate.Plan.load(file) if file is not None and file.exists() else None
+
+    def _planned(self, budget: int, which: str) -> tuple[int, float | None]:
+        plan = self._saved(which)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", rkmate.RkmateWarning)
-            self.wrapped = rkmate.wrap(self.model, self.inputs, budget=budget, progress=False,
-                                       settings=rkmate.Settings(tiles="auto"))
+            self.wrapped = rkmate.wrap(self.model, self.inputs, budget=None if plan else budget, plan=plan,
+                                       progress=False, settings=rkmate.Settings(tiles="auto"))
+        if plan is None and self.plans is not None:
+            self.plans.mkdir(parents=True, exist_ok=True)
+            self.wrapped.plan.save(self.plans / f"{self.name}-{which}.json")
         return self._beside(lambda: self.wrapped(*self.inputs), self.model)
 
     def _beside(self, forward: Callable[[], Any], module: nn.Module) -> tuple[int, float | None]:
@@ -446,10 +495,11 @@ def _size(error: float) -> str:
 
 def main() -> None:
     """Measure models, or write the page."""
-    options, asked = options_of(__doc__, MODELS, ROWS, PAGE)
+    options, asked = options_of(__doc__, MODELS, ROWS, PAGE, ("--plans",))
+    before = {row.model: row for row in read_rows(Row, options.rows)}
     for name in asked:
         try:
-            bench = Bench(name, options.repeats)
+            bench = Bench(name, options.repeats, options.plans, before.get(name))
         except ImportError as error:
             print(f"{MODELS[name][0]}: left out, {error}")
             continue

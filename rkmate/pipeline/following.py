@@ -32,9 +32,10 @@ from rkmate.pipeline.prepare import (
     prepare,
     with_operation_costs,
 )
+from rkmate.pipeline.refuse import Refused, with_budget_spent
 from rkmate.pipeline.settings import RunSettings
 from rkmate.pipeline.variants import Variant, first, named, possible
-from rkmate.planners.protocol import Outcome
+from rkmate.planners.protocol import Candidate, Outcome
 from rkmate.show.plan import Plan
 from rkmate.support.cache import keep_newest, read_json, write_json
 from rkmate.support.warn import PACKAGE
@@ -168,11 +169,12 @@ Reason = tuple[str, str]
 """Why a variant was taken, and what the settings that forbid it would do: the parts of a warning."""
 
 
-def place_of(prepared: Prepared, limit: int, planner: str) -> Path | None:
+def place_of(prepared: Prepared, limit: int | None, planner: str) -> Path | None:
     """Return the file of what was found for a budget of `limit` bytes; None if plans like this one are not
     remembered: where data goes is measured anew in each process.
 
-    `prepared`: the first variant.
+    `prepared`: the first variant. Without a limit: the file of the smallest budget that was named, which
+    serves whatever operations cost: costs depend on the limit, too.
     """
     settings, link = prepared.settings, prepared.graph.link
     if settings.offload is not None or link is not None:
@@ -182,7 +184,7 @@ def place_of(prepared: Prepared, limit: int, planner: str) -> Path | None:
         FORMAT, _version(), str(torch.__version__), compiled_by(settings),
         device.key() if device.elsewhere is None else device.elsewhere.name, prepared.blocked.fingerprint,
         prepared.blocked.traced.wanted, prepared.blocked.variant.name,
-        [prepared.costs[i].row() for i in range(len(prepared.graph.c))],
+        [] if limit is None else [prepared.costs[i].row() for i in range(len(prepared.graph.c))],
         prepared.pinned, prepared.reserve_at_loss, limit, planner, repr(settings.of_planner),
         repr(replace(settings, run=RunSettings()))]
     name = hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -228,13 +230,55 @@ def recall(place: Path, prepared: Prepared, limit: int, planner: str,
 
 
 def remember(place: Path, planned: Planned, reason: Reason) -> None:
-    """Write what a search has found. A folder that cannot be written costs time later, nothing else."""
+    """Write what a search has found."""
     plan: Plan = planned.plan
     entry: dict[str, Any] = {
         "variant": plan.variant, "fingerprint": plan.fingerprint,
         "steps": [step_content(s) for s in plan.schedule.steps], "runs": [vars(r) for r in plan.runs],
         "blocks": [vars(b) for b in plan.blocks], **{f: getattr(plan, f) for f in _FIELDS},
         "orders": planned.orders, "said": planned.said, "reason": reason}
+    _write(place, entry)
+
+
+def recall_named(place: Path, refused: Sequence[Refused]) -> Refused | None:
+    """Return a refusal with the schedule whose peak an earlier refusal named; None where nothing was named,
+    or where that schedule takes more now. `refused`: the variants' refusals."""
+    entry = read_json(place)
+    if entry is None:
+        return None
+    try:
+        found = next(r for r in refused if r.prepared.blocked.fingerprint == entry["fingerprint"])
+        schedule, here = Schedule(tuple(map(read_step, entry["steps"]))), found.prepared
+        peak, seconds = here.peak(schedule, here.settings.calls), here.simulate(schedule).seconds
+        if peak > found.limit:              # operations that take more than the limit may not be measured
+            peak = max(peak, int(entry["peak_bytes"]))
+            if entry["peak_bytes"] <= found.limit:
+                return None
+        return replace(found, least=Candidate(schedule, peak, seconds, str(entry["note"])), measured=True)
+    except (StopIteration, ValueError, KeyError, TypeError, IndexError, RkmateError):
+        return None         # broken, edited, or of a variant that is not there: it will be replaced
+
+
+def remember_named(place: Path, refused: Refused) -> None:
+    """Write the schedule whose peak a refusal names."""
+    if refused.least is not None:
+        _write(place, {"fingerprint": refused.prepared.blocked.fingerprint, "note": refused.least.note,
+                       "peak_bytes": refused.least.peak,
+                       "steps": [step_content(s) for s in refused.least.schedule.steps]})
+
+
+def planned_as_named(refused: Refused, planner: str) -> Planned:
+    """Return the plan of the schedule that a refusal names, with what it leaves of the budget spent."""
+    prepared, limit, least = refused.prepared, refused.limit, refused.least
+    assert least is not None
+    outcome = with_budget_spent(
+        prepared, Outcome(None, "ok", least.seconds, note=least.note, smallest=least.peak),
+        least.schedule, limit)
+    return Planned(plan_of(prepared, None, planner, limit, outcome), prepared, said=least.note)
+
+
+def _write(place: Path, entry: dict[str, Any]) -> None:
+    """Write a file of the cache. A folder that cannot be written costs time later, nothing else."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         write_json(place, entry)

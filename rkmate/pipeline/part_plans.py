@@ -21,7 +21,7 @@ from rkmate.planners.protocol import (
     Problem,
     ask,
     found_in,
-    smallest_budget,
+    smallest,
     whole_step,
 )
 from rkmate.planners.registry import planner as find_planner
@@ -114,12 +114,12 @@ def _searched(solved: Solved, method: Planner, share: float) -> Sequence[Schedul
     problem, found = solved.problem, []
     whole = problem.simulate(whole_step(problem).schedule)
     graph = problem.graph
-    least = smallest_budget(method, problem, 0)
+    least = smallest(method, problem, 0)
     held = graph.bytes(set(problem.pinned) | set(graph.outputs))
     extras = {whole.peak - held}
     if least is not None:
-        extras.add(max(1, (whole.peak + 2 * least) // 3 - held))
-        found += _schedules(method, problem, least)
+        extras.add(max(1, (whole.peak + 2 * least.peak) // 3 - held))
+        found += _schedules(method, problem, least.peak)
     for extra in sorted(extras):
         part = replace(problem, reserve_at_loss=extra)
         for saved in dict.fromkeys(held + int(min(0.97, share * around) * (whole.saved - held))

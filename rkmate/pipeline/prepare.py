@@ -28,6 +28,7 @@ from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
+from rkmate.graph.blocks.wishes import Wishes, check_names, wishes_of
 from rkmate.graph.capture.capture import Capture, Source, as_there
 from rkmate.graph.capture.refusals import refuse_gradients_in_place
 from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
@@ -51,8 +52,7 @@ from rkmate.measure.temporaries import with_memory_of_groups
 from rkmate.offload.target import link_of
 from rkmate.pipeline.loss import ModelAndLoss, traceable, trained_outputs, trains_of
 from rkmate.pipeline.settings import Settings
-from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first
-from rkmate.pipeline.wishes import Wishes, check_names, settings_that_keep, wishes_of
+from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first, settings_that_keep
 from rkmate.planners.overlap import exposed, overlapped
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress

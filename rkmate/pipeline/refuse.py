@@ -1,18 +1,23 @@
 """Budgets that cannot be met: what a budget is in bytes, lower bounds, the smallest budget that can be met,
-and refusals before anything is measured.
+refusals before anything is measured, and the largest budget that fits into a device's free memory, with the
+fragments of its allocator.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from rkmate import device as devices
-from rkmate.budget import Budget
+from rkmate.budget import Budget, DeviceShare
 from rkmate.errors import ArgumentError, InfeasibleBudget, PlanningTimeout
+from rkmate.ir.allocator import CachingAllocator
 from rkmate.ir.gradients import least_memory
 from rkmate.ir.kernels import seconds_to_save
+from rkmate.ir.reserved import Beside, reserved_bytes
+from rkmate.ir.schedule import Schedule
 from rkmate.measure.analytic import (
     Costs,
     analytic_costs,
@@ -25,10 +30,12 @@ from rkmate.pipeline.prepare import AsCheckpointed, Blocked, Prepared, block, wi
 from rkmate.pipeline.solve import Solved, lean_problem, solve
 from rkmate.pipeline.variants import CHANNELS_LAST, Variant, others
 from rkmate.planners.finish import finish
-from rkmate.planners.protocol import Composed, Outcome, Planner, smallest_budget
+from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, smallest
 from rkmate.planners.save_set import SaveSetProgram
 from rkmate.planners.several_calls import smallest_steps
+from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import gc_pause
+from rkmate.support.warn import warn
 
 # -- Lower bounds ----------------------------------------------------------------------------------
 #
@@ -163,10 +170,15 @@ class Refused:
     """The solved options, if they were needed for the refusal."""
     timeout: bool = False
     note: str = ""
-    least: int | None = None
-    """The smallest budget that is met, where it is known."""
+    least: Candidate | None = None
+    """The schedule with the smallest peak, where it is known."""
     measured: bool = True
     """Whether its costs are known."""
+
+    @property
+    def named(self) -> int | None:
+        """The smallest budget that is met, in bytes, where it is known."""
+        return None if self.least is None else self.least.peak + self.prepared.beside
 
 
 def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused | None:
@@ -174,8 +186,8 @@ def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused 
     known."""
     if not is_quick(prepared.blocked, method) or limit >= bytes_of_any(prepared):
         return None
-    least = smallest_budget(method, lean_problem(wholly_measured(prepared, limit)), limit)
-    return None if least is None or least <= limit else Refused(prepared, limit, least=least)
+    least = smallest(method, lean_problem(wholly_measured(prepared, limit)), limit)
+    return None if least is None or least.peak <= limit else Refused(prepared, limit, least=least)
 
 
 def lean_schedule(prepared: Prepared, method: Planner, limit: int) -> Outcome | None:
@@ -184,14 +196,20 @@ def lean_schedule(prepared: Prepared, method: Planner, limit: int) -> Outcome | 
     if not is_quick(prepared.blocked, method):
         return None
     problem = lean_problem(prepared)
-    least = smallest_budget(method, problem, limit)
-    found = method.plan(problem, least) if least is not None and least <= limit else None
+    least = smallest(method, problem, limit)
+    found = method.plan(problem, least.peak) if least is not None and least.peak <= limit else None
     if found is None or found.schedule is None:
         return None
-    schedule = finish(prepared.graph, found.schedule, limit, pinned=prepared.pinned,
-                      reserve_at_loss=prepared.reserve_at_loss)
-    return replace(found, schedule=schedule, seconds=prepared.simulate(schedule).seconds, ops=(), bound=None,
-                   others=())
+    return with_budget_spent(prepared, found, found.schedule, limit)
+
+
+def with_budget_spent(prepared: Prepared, outcome: Outcome, schedule: Schedule, limit: int) -> Outcome:
+    """Return an outcome whose schedule is this one, with what it leaves of the budget spent."""
+    if prepared.settings.calls == 1:
+        schedule = finish(prepared.graph, schedule, limit, pinned=prepared.pinned,
+                          reserve_at_loss=prepared.reserve_at_loss)
+    return replace(outcome, schedule=schedule, seconds=prepared.simulate(schedule).seconds, ops=(),
+                   bound=None, others=())
 
 
 def is_quick(blocked: Blocked, method: Planner) -> bool:
@@ -201,12 +219,13 @@ def is_quick(blocked: Blocked, method: Planner) -> bool:
     return deep and isinstance(method, Composed) and settings.calls == 1
 
 
-def smallest_of(solved: Solved, method: Planner, above: int) -> int | None:
-    """Return the smallest budget that a planner is known to meet, for as many calls as the settings say."""
+def smallest_of(solved: Solved, method: Planner, above: int) -> Candidate | None:
+    """Return the schedule with the smallest peak that a planner is known to find, for as many calls as the
+    settings say."""
     calls = solved.prepared.settings.calls
     if calls == 1:
-        return smallest_budget(method, solved.problem, above)
-    return min((c.peak for c in smallest_steps(method, solved.problem, calls)), default=None)
+        return smallest(method, solved.problem, above)
+    return min(smallest_steps(method, solved.problem, calls), key=lambda c: c.peak, default=None)
 
 
 def _wholly(solved: Solved, limit: int) -> Solved:
@@ -216,27 +235,27 @@ def _wholly(solved: Solved, limit: int) -> Solved:
     return solved if prepared is solved.prepared else solve(prepared)
 
 
-def _measured(refused: Refused, method: Planner) -> Refused:
-    """Return the refusal with measured costs, and therefore with the smallest budget that can be met."""
-    if refused.measured:
+def _with_least(refused: Refused, method: Planner) -> Refused:
+    """Return the refusal with measured costs, and with the schedule of the smallest peak, unless time was
+    over."""
+    limit, solved = refused.limit, refused.solved
+    if not refused.measured:
+        blocked = refused.prepared.blocked
+        prepared = with_operation_costs(blocked, limit=lambda _: max(limit, least_bytes(blocked.partition)))
+        return Refused(prepared, limit, least=smallest(method, lean_problem(prepared), limit))
+    if refused.least is not None or solved is None or (refused.timeout and not isinstance(method, Composed)):
         return refused
-    blocked, limit = refused.prepared.blocked, refused.limit
-    prepared = with_operation_costs(blocked, limit=lambda _: max(limit, least_bytes(blocked.partition)))
-    return Refused(prepared, limit, least=smallest_budget(method, lean_problem(prepared), limit))
+    return replace(refused, least=smallest_of(_wholly(solved, limit), method, limit))
 
 
-def error_of(refused: Refused, method: Planner, first: Prepared) -> Exception:
+def _error_of(refused: Refused, method: Planner, first: Prepared) -> Exception:
     """Return the error for a budget for which a planner has no schedule. `first`: the first variant, whose
     step is the model's own."""
-    name, limit, solved = method.name, refused.limit, refused.solved
+    name, limit, least = method.name, refused.limit, refused.named
     if refused.timeout and not isinstance(method, Composed):
         return PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
                                f"it had; {refused.note or 'give it more, or another planner'}")
-    least = refused.least
-    if least is None and solved is not None:
-        least = smallest_of(_wholly(solved, limit), method, limit)
-    beside = refused.prepared.beside
-    limit, least = limit + beside, None if least is None else least + beside
+    limit += refused.prepared.beside
     if isinstance(method, Composed):
         assert least is not None
         return InfeasibleBudget(
@@ -256,17 +275,17 @@ def _wished(refused: Refused) -> str:
     return f", with {', '.join(words[:4])}{', ...' if len(words) > 4 else ''}" if words else ""
 
 
-def error_of_all(refused: list[Refused], method: Planner) -> Exception:
-    """Return the error of the variant that names the smallest budget. Variants that cannot name a smaller one
-    are not examined. `refused`: the first variant's refusal, then the others'."""
-    first = refused[0].prepared
-    found: list[Exception] = []
+def error_of_all(refused: Sequence[Refused], method: Planner) -> tuple[Exception, Refused]:
+    """Return the error of the variant that names the smallest budget, and the refusal of that variant.
+    Variants that cannot name a smaller one are not examined. `refused`: the first variant's refusal, then the
+    others'."""
+    found: list[Refused] = []
     for one in sorted(refused, key=lambda r: bytes_of_any(r.prepared)):
-        named = [e.minimum_bytes for e in found if isinstance(e, InfeasibleBudget)]
+        named = [r.named for r in found if r.named is not None]
         if not named or bytes_of_any(one.prepared) < min(named):
-            found.append(error_of(_measured(one, method), method, first))
-    met = [e for e in found if isinstance(e, InfeasibleBudget)]
-    return min(met, key=lambda e: e.minimum_bytes) if met else found[0]
+            found.append(_with_least(one, method))
+    least = min((r for r in found if r.named is not None), key=lambda r: r.named or 0, default=found[0])
+    return _error_of(least, method, refused[0].prepared), least
 
 
 # -- Refusals before anything is measured ----------------------------------------------------------
@@ -358,17 +377,157 @@ def _error(refused: list[Prepared], method: Planner, budget: Budget) -> Infeasib
     for bound, lean in sorted(zip(bounds, refused, strict=True), key=lambda pair: pair[0]):
         if not met or bound < min(met):
             likely = whole if lean is refused[0] else _likely(lean.blocked)
-            found = smallest_budget(method, lean_problem(likely), limit)
-            met += [] if found is None else [found]
+            found = smallest(method, lean_problem(likely), limit)
+            met += [] if found is None else [found.peak]
     beside = whole.beside
-    limit, least, smallest = (n + beside for n in (limit, min(bounds), min(met)))
+    limit, least, counted = (n + beside for n in (limit, min(bounds), min(met)))
     return InfeasibleBudget(
         f"no schedule fits in {limit:,} bytes: at least {least:,} bytes are read and made at once. Nothing "
         f"was measured to know that; as counted, the smallest budget that {method.name} meets is "
-        f"{smallest:,} bytes ({share_of(whole, smallest)})", smallest)
+        f"{counted:,} bytes ({share_of(whole, counted)})", counted)
 
 
 def _likely(blocked: Blocked) -> Prepared:
     counted = analytic_costs(blocked.partition)
     return with_operation_costs(blocked, with_likely_temporaries(blocked.partition, counted))
 
+
+# -- Room on a device ------------------------------------------------------------------------------
+#
+# The largest budget whose plan fits into a device's free memory, including fragments of its allocator.
+
+
+LEFT_ALONE = 0.01
+"""Share of a device's memory for what nobody asks torch's allocator for: kernels that are loaded late, and
+libraries."""
+ROUNDS = 8
+"""Plans that are made to find a budget, at most."""
+CLOSE = 0.02
+"""A budget that fits is large enough when one that is larger by this share does not."""
+FAR = 0.05
+"""Share of a device's memory from which on fragments are worth a warning."""
+_ADVICE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment, before the process starts, " \
+    "leaves nearly no fragments"
+
+
+class Made(Protocol):
+    """A plan, and the variant of the graph that it runs over."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+
+    @property
+    def prepared(self) -> Prepared:
+        """The variant."""
+
+
+M = TypeVar("M", bound=Made)
+
+
+@dataclass(frozen=True)
+class DeviceRoom:
+    """A device's memory as a training loop finds it."""
+
+    total: int
+    """Bytes of the whole device."""
+    most: int
+    """Bytes that the allocator may have of it."""
+    allocator: CachingAllocator
+    """The allocator before the loop. Other loops that begin in this state are replayed from it."""
+    beside: Beside
+
+    def reserved(self, planned: Made, allocator: CachingAllocator | None = None) -> int:
+        """Return bytes that the allocator has for a loop that follows a plan, at most."""
+        prepared, plan = planned.prepared, planned.plan
+        return reserved_bytes(allocator or self.allocator.again(), prepared.graph, plan.schedule, self.beside,
+                              calls=plan.calls, reserve_at_loss=prepared.reserve_at_loss)
+
+    def fragments(self, planned: Made, reserved: int) -> int:
+        """Return bytes of what is reserved for a plan that none of its tensors has, at the least that they
+        take."""
+        held = self.allocator.reserved - self.allocator.free_bytes() + sum(self.beside.states)
+        return reserved - held - planned.plan.peak_bytes - sum(self.beside.updates)
+
+    def tell(self, planned: Made) -> None:
+        """Warn of fragments, where there are many that expandable segments would not leave."""
+        reserved = self.reserved(planned)
+        lost = self.fragments(planned, reserved)
+        if self.allocator.expandable or lost <= FAR * self.total:
+            return
+        better = self.reserved(planned, self.allocator.again(expandable=True))
+        if reserved - better > FAR * self.total:
+            warn(f"torch's allocator takes {reserved:,} bytes of the device for this plan, of which {lost:,} "
+                 f"are fragments that no tensor has. {_ADVICE}: {better:,} bytes then")
+
+
+def device_room(prepared: Prepared, share: DeviceShare | None) -> DeviceRoom | None:
+    """Return the memory that a loop has on the device of a prepared model; None where no allocator keeps any,
+    or the device is not there."""
+    share = share or DeviceShare()
+    device = devices.of(prepared.device)
+    if not device.available():
+        return None
+    device.warm_up()
+    device.give_back()
+    allocator, memory = device.allocator(), device.memory()
+    if allocator is None or memory is None:
+        return None
+    inputs = tuple(t.nbytes for source, t in prepared.blocked.traced.tensors.items()
+                   if source.kind == "input" and not devices.of(t).host)
+    trained = share.parameters
+    beside = Beside(inputs, trained if prepared.settings.gradients == "in_place" else (),
+                    tuple(n for n in trained for _ in range(share.states)), trained if share.states else ())
+    return DeviceRoom(memory.total, memory.free + allocator.reserved - int(LEFT_ALONE * memory.total),
+                      allocator, beside)
+
+
+def largest_that_fits(limit: int, planned_at: Callable[[int], M], room: DeviceRoom) -> M:
+    """Return the plan of the largest budget up to `limit` for which the allocator needs no more than there
+    is.
+
+    Fragments depend on the plan, so plans are made: below what the last one was too large by, then between
+    one that fits and one that does not. Where none fits, the one that needs least is taken, with a warning.
+    Raises what `planned_at` raises at `limit`.
+    """
+    fits: tuple[int, M] | None = None
+    least: tuple[int, M] | None = None
+    over, floor, at = limit + 1, 0, limit
+    for _ in range(ROUNDS):
+        try:
+            planned = planned_at(at)
+        except InfeasibleBudget as error:
+            if least is None:
+                raise
+            floor = max(floor, error.minimum_bytes)
+            if fits is not None or floor >= over:
+                break
+            at = floor
+            continue
+        reserved = room.reserved(planned)
+        excess = reserved - room.most
+        if least is None or reserved < least[0]:
+            least = reserved, planned
+        if excess <= 0:
+            fits, floor = (at, planned), at
+            if at == limit or over - at <= CLOSE * limit:
+                break
+            at = (at + over) // 2
+        else:
+            over = min(at, planned.plan.peak_bytes)
+            lower = max(over - max(excess, int(CLOSE * over)), over // 2) if fits is None \
+                else (fits[0] + over) // 2
+            at = max(lower, floor)
+            if at >= over or (fits is not None and over - floor <= CLOSE * limit):
+                break
+    if fits is None:
+        assert least is not None
+        warn(f'budget="auto": for its plan torch\'s allocator takes up to {least[0]:,} bytes of the device, '
+             f"and {room.most:,} are free: it may run out of memory. Smaller batches need less"
+             f"{'' if room.allocator.expandable else f'; {_ADVICE}'}")
+        return least[1]
+    chosen, planned = fits
+    if not room.allocator.expandable and limit - chosen > FAR * room.total:
+        warn(f'budget="auto": {limit:,} bytes are free for the steps, and {chosen:,} are given to the plan: '
+             f"the rest goes into fragments of torch's allocator. {_ADVICE}")
+    return planned

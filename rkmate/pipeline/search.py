@@ -30,7 +30,14 @@ from rkmate.pipeline.attempts import (
     warn_of,
     with_more_options,
 )
-from rkmate.pipeline.following import place_of, recall, remember
+from rkmate.pipeline.following import (
+    place_of,
+    planned_as_named,
+    recall,
+    recall_named,
+    remember,
+    remember_named,
+)
 from rkmate.pipeline.prepare import (
     Blocked,
     Prepared,
@@ -43,7 +50,9 @@ from rkmate.pipeline.prepare import (
 )
 from rkmate.pipeline.refuse import (
     Refused,
+    device_room,
     error_of_all,
+    largest_that_fits,
     limit_of,
     refuse_unmeasured,
     refused_as_it_is,
@@ -53,7 +62,6 @@ from rkmate.pipeline.refuse import (
     smallest_of,
     tell,
 )
-from rkmate.pipeline.reserved import device_room, largest_that_fits
 from rkmate.pipeline.solve import Solved, solve
 from rkmate.pipeline.variants import (
     CHANNELS_LAST,
@@ -180,7 +188,7 @@ def _compared(prepared: Prepared, limit: int, planner: str,
         spent[variant] = spent.get(variant, 0.0) + time.perf_counter() - start
     traced.progress.part = ""
     if taken is None:
-        raise error_of_all(refused, method)
+        taken = Found(_as_named(prepared, limit, method, refused))
     taken, before = _searched_longer(quick, taken, before, method, limit, spent)
     here, of_first = taken.planned.prepared, None if before is None else before.plan
     rest = sum(seconds for variant, seconds in spent.items() if variant is not here.blocked.variant)
@@ -194,6 +202,22 @@ def _compared(prepared: Prepared, limit: int, planner: str,
     if place is not None:
         remember(place, planned, reason)
     return planned
+
+
+def _as_named(prepared: Prepared, limit: int, method: Planner, refused: Sequence[Refused]) -> Planned:
+    """Return the schedule that an earlier refusal named, where a search for it has found none, and it fits:
+    searches end by clocks. Otherwise, raise the error of the refusals, and leave the schedule that it names
+    on disk. `prepared`: the first variant; `refused`: its refusal, then the other variants'."""
+    place = place_of(prepared, None, method.name)
+    before = None if place is None else recall_named(place, refused)
+    if before is not None and before.least is not None:
+        if before.least.peak <= limit:
+            return planned_as_named(before, method.name)
+        refused = [*refused, before]
+    error, least = error_of_all(refused, method)
+    if place is not None and least is not before:
+        remember_named(place, least)
+    raise error
 
 
 def _searched_longer(quick: Sequence[Found], taken: Found, before: Found | None, method: Planner,
@@ -281,7 +305,7 @@ def smallest_peak_of(prepared: Prepared, above: int) -> int:
         at_once = refused_at_once(here, method, above)
         found = smallest_of(solve(here), method, above) if at_once is None else at_once.least
         assert found is not None
-        least = min(least, found)
+        least = min(least, found.peak)
         if least <= above:
             break
     return least
@@ -313,7 +337,7 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
 
     if budgets is None:
         planned = [v for v in variants if TILES not in v.rows or v is blocked.variant]
-        lows = [low for v in planned if (low := smallest_of(solved_of(v), method, 0)) is not None]
+        lows = [c.peak for v in planned if (c := smallest_of(solved_of(v), method, 0)) is not None]
         if not lows:
             raise ArgumentError(f"planner is {method.name!r}, which has no schedule for this model at any "
                                 "budget: take another one")
@@ -339,7 +363,7 @@ def make_curve(traced: Traced, budgets: Sequence[Budget] | None, planner: str) -
         for limit, error in errors.items():
             refused.setdefault(limit, []).append(error)
     for limit in sorted(set(limits) - set(plans)):
-        raise error_of_all(refused[limit], method)
+        plans[limit] = _as_named(prepared, limit, method, refused[limit]).plan
     for variant in variants:
         for limit in sorted(n for n, plan in plans.items() if plan.variant == variant.name)[:1]:
             warn_of(prepared_of(variant), _reason(plans[limit], before.get(limit)))

@@ -85,9 +85,9 @@ class Auto:
         """See `rkmate.planners.protocol.Composed`."""
         return self._plan(problem, budget, time_limit, known)
 
-    def smallest_budget(self, problem: Problem, above: int) -> int:
+    def smallest(self, problem: Problem, above: int) -> Candidate:
         """See `rkmate.planners.protocol.Composed`."""
-        return self.default.smallest_budget(problem, above)
+        return self.default.smallest(problem, above)
 
     def _plan(self, problem: Problem, budget: int, time_limit: float | None,
               known: Sequence[Candidate] | None) -> Outcome:
@@ -224,10 +224,10 @@ class Default:
         """See `rkmate.planners.protocol.Composed`."""
         return self._any(problem, budget, time_limit, known)
 
-    def smallest_budget(self, problem: Problem, above: int) -> int:
+    def smallest(self, problem: Problem, above: int) -> Candidate:
         """See `rkmate.planners.protocol.Composed`."""
         least = self._smallest if problem.graph.link is None else self._offloading().smallest
-        return least(problem).peak
+        return least(problem)
 
     def _any(self, problem: Problem, budget: int, time_limit: float | None,
              known: Sequence[Candidate] | None) -> Outcome:

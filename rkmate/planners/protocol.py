@@ -141,10 +141,10 @@ class Composed(Planner, Protocol):
         """Plan for a further budget of a problem that was planned before: spend less time on it than `plan`,
         and begin with the fastest of the schedules that are `known` and fit."""
 
-    def smallest_budget(self, problem: Problem, above: int) -> int:
-        """Return the smallest budget that it is known to meet, in bytes, where `above` is too small: asked
-        for it, the planner finds a schedule. It is the problem's and the settings', whatever was asked
-        before."""
+    def smallest(self, problem: Problem, above: int) -> Candidate:
+        """Return the schedule with the smallest peak that it knows, where a budget of `above` bytes is too
+        small. It depends on the problem and the settings, whatever was asked before, and on the clock where
+        a search takes long."""
 
 
 def ask(planner: Planner, problem: Problem, budget: int, *, time_limit: float | None = None,
@@ -250,19 +250,19 @@ SMALLEST_TRIES = 24
 """Number of times that the range is halved, at most."""
 
 
-def smallest_budget(planner: Planner, problem: Problem, above: int, *,
-                    seconds: float = SMALLEST_SECONDS) -> int | None:
-    """Return the smallest budget, in bytes, that a planner is known to meet, to be named where a budget is
-    too small; None where it has no schedule at all.
+def smallest(planner: Planner, problem: Problem, above: int, *,
+             seconds: float = SMALLEST_SECONDS) -> Candidate | None:
+    """Return the schedule with the smallest peak that a planner is known to find, to be named where a budget
+    is too small; None where it has no schedule at all.
 
     Found by bisection on what the planner returns, unless the planner knows it. `above`: a budget that it
     does not meet. Each try has a quarter of the time that is left: a planner that answers at once is asked
     `SMALLEST_TRIES` times, one that takes long is asked less and less thoroughly.
     """
     if isinstance(planner, Composed):
-        return planner.smallest_budget(problem, above)
+        return planner.smallest(problem, above)
     until = time.perf_counter() + seconds
-    best: int | None = None
+    best: Candidate | None = None
     low, high = above, 2 * max(above, whole_step(problem).peak)
     for _ in range(SMALLEST_TRIES):
         left = until - time.perf_counter()
@@ -271,7 +271,8 @@ def smallest_budget(planner: Planner, problem: Problem, above: int, *,
         middle = high if best is None else (low + high) // 2
         outcome = planner.plan(problem, middle, time_limit=left / 4)
         if outcome.schedule is not None:
-            best = high = problem.simulate(outcome.schedule).peak
+            best, = taken_in(problem, outcome)
+            high = best.peak
         elif best is None:
             return None
         else:

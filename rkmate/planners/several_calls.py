@@ -29,7 +29,7 @@ from rkmate.planners.protocol import (
     ask,
     best,
     found_in,
-    smallest_budget,
+    smallest,
     whole_step,
 )
 
@@ -80,9 +80,9 @@ def smallest_steps(planner: Planner, problem: Problem, calls: int) -> tuple[Cand
         whole = whole_step(problem).peak
         for share in RESERVES:
             part = replace(problem, reserve_at_loss=problem.reserve_at_loss + int(share * whole))
-            least = smallest_budget(planner, part, 0)
+            least = smallest(planner, part, 0)
             if least is not None:
-                found += _judged(problem, part, ask(planner, part, least), calls)
+                found += _judged(problem, part, ask(planner, part, least.peak), calls)
         return tuple(sorted(found, key=lambda c: c.peak)[:1])
 
     return problem.once(("smallest step of calls", planner.name, calls), make)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,10 +18,16 @@ import rkmate
 from rkmate.budget import Budget
 from rkmate.pipeline import attempts, following
 from rkmate.pipeline import search as planning
+from rkmate.pipeline.prepare import Traced, trace
 from rkmate.pipeline.search import make_plan
+from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import named
+from rkmate.planners import default, save_set
+from rkmate.planners.settings import PlannerSettings
 from rkmate.support.cache import keep_newest
-from tests.pipeline.test_variants import middle, own_peak, traced
+from rkmate.support.progress import Progress
+from tests.comparison.models import residual
+from tests.pipeline.test_variants import OPTIONS, middle, own_peak, traced
 
 
 @pytest.fixture(autouse=True)
@@ -96,3 +106,51 @@ def test_files_that_were_not_used_for_longest_go(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 8
     keep_newest(tmp_path, 799)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["0.json", "1.json", "2.json", "3.json", "7.json"]
+
+
+@pytest.fixture
+def hurry(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let the clock of every further search jump on at each look."""
+    monkeypatch.setattr(default, "SMALLEST_TRIES", 3)
+
+    def leap() -> None:
+        clock = itertools.count(0, 10**6)
+        for module in (default, save_set):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    return leap
+
+
+@functools.cache
+def chain() -> Traced:
+    """A model whose blocks need far more than searches reach that have time."""
+    sample = residual()
+    settings = Settings(costs="analytic", options=OPTIONS, planner=PlannerSettings(smallest_seconds=1e4),
+                        tiles="never", tiled_mlps="never")
+    return trace(sample.model, sample.args, {}, settings, Progress(False))
+
+
+def asked(limit: int) -> rkmate.Plan:
+    return make_plan(chain(), Budget(bytes=limit), "rockmate").plan
+
+
+def refused(limit: int) -> int:
+    """The smallest budget that a refusal names."""
+    with pytest.raises(rkmate.InfeasibleBudget) as error:
+        asked(limit)
+    return error.value.minimum_bytes
+
+
+def test_what_was_named_is_met_without_a_moment_to_search(folder: Path, hurry: Callable[[], None]) -> None:
+    least = refused(1)
+    file, = folder.iterdir()
+    content = json.loads(file.read_text(encoding="utf-8"))
+    hurry()
+    assert refused(least - 1) == least
+    plan = asked(least)
+    assert plan.peak_bytes == plan.minimum_bytes == least
+    assert asked(least + 64).peak_bytes <= least + 64
+    for edit in ({"fingerprint": ""}, {"steps": [0]}):
+        for each in folder.iterdir():
+            each.unlink()
+        file.write_text(json.dumps(content | edit), encoding="utf-8")
+        assert refused(least) > least

@@ -123,7 +123,7 @@ def test_what_is_refused_as_it_is_has_no_schedule(name: str) -> None:
         assert refused_as_it_is(fast, METHOD, bound - 1) is not None
         assert refused_as_it_is(fast, METHOD, bound) is None
         assert bound <= bytes_of_any(slow) <= slow.baseline_peak
-        smallest = METHOD.smallest_budget(unmeasured.lean_problem(slow), 1)
+        smallest = METHOD.smallest(unmeasured.lean_problem(slow), 1).peak
         assert bound <= smallest
 
 

@@ -160,7 +160,7 @@ def test_a_budget_asked_before_changes_nothing(layers: int, whole_graph: str) ->
     for k in (1, 3, 5, 0):
         patient.plan(used, low - 1 + (high - low) * k // 6)
     assert patient.plan(used, middle).schedule == patient.plan(fresh, middle).schedule
-    assert patient.smallest_budget(used, 1) == patient.smallest_budget(fresh, 1)
+    assert patient.smallest(used, 1).peak == patient.smallest(fresh, 1).peak
 
 
 def test_below_what_the_chain_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,9 +234,9 @@ def test_to_word_an_error_takes_a_bounded_time(monkeypatch: pytest.MonkeyPatch) 
     problem = stack(3)
     slow = Slow(whole_step(problem).peak)
     monkeypatch.setattr(protocol, "time", SimpleNamespace(perf_counter=lambda: sum(slow.given)))
-    assert protocol.smallest_budget(slow, problem, 10) == whole_step(problem).peak
+    assert protocol.smallest(slow, problem, 10).peak == whole_step(problem).peak
     assert len(slow.given) > 3 and sum(slow.given) <= protocol.SMALLEST_SECONDS
-    assert protocol.smallest_budget(Slow(10**9), problem, 10) is None
+    assert protocol.smallest(Slow(10**9), problem, 10) is None
 
 
 def test_ample_budgets_solve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

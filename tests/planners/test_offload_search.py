@@ -99,7 +99,7 @@ def check_with_and_without(problem: Problem, link: Link, share: float) -> None:
     if both.schedule is not None:
         assert problem.simulate(both.schedule).peak <= budget
         assert both.bound is not None and both.bound <= both.seconds * (1 + 1e-9)
-    assert OWN.smallest_budget(problem, 1) <= OWN.smallest_budget(without_link(problem), 1)
+    assert OWN.smallest(problem, 1).peak <= OWN.smallest(without_link(problem), 1).peak
 
 
 @settings(max_examples=8, deadline=None)
@@ -148,8 +148,8 @@ def test_where_copies_gain_nothing_the_plan_has_none() -> None:
 
 def test_a_fast_link_leaves_nothing_to_recompute() -> None:
     problem = linked(stack(4), Link(1e6, 1e6))
-    budget = QUICK.smallest_budget(problem, 1)
-    assert budget < QUICK.smallest_budget(without_link(problem), 1)
+    budget = QUICK.smallest(problem, 1).peak
+    assert budget < QUICK.smallest(without_link(problem), 1).peak
     found = QUICK.plan(problem, budget)
     assert found.schedule is not None and not found.schedule.recomputed()
     assert found.seconds == pytest.approx(whole_step(problem).seconds, rel=1e-3)

@@ -27,7 +27,7 @@ from rkmate.torch_seam.tensors import storage_id
 from tests.equality import assert_same_step
 from tests.models import Sample
 
-DEEP = 9
+DEEP = 8
 
 
 class Block(nn.Module):
@@ -100,7 +100,7 @@ class Stages(nn.Module):
         super().__init__()
         self.stages = nn.ModuleList(nn.Sequential(nn.Conv2d(a, b, 1), *(nn.Sequential(
             nn.Conv2d(b, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True)) for _ in range(n)))
-            for a, b, n in ((3, 4, 8), (4, 2, 2), (2, 2, 10)))
+            for a, b, n in ((3, 4, 7), (4, 2, 2), (2, 2, 8)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for stage in self.stages:
@@ -295,8 +295,8 @@ def test_an_error_is_that_of_the_whole_model() -> None:
     assert len(model.layers) == DEEP
 
 
-@pytest.mark.parametrize("name", ["layers", "encoder and decoder", "stages", "constants"])
-@pytest.mark.parametrize("budget", [1.0, 0.8])
+@pytest.mark.parametrize(("name", "budget"), [
+    ("layers", 1.0), ("encoder and decoder", 0.8), ("stages", 0.8), ("constants", 0.8)])
 def test_steps_equal_the_originals(name: str, budget: float) -> None:
     torch.manual_seed(0)
     model, x = ALIKE[name]()
