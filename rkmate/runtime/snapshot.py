@@ -202,9 +202,13 @@ class Box(NamedTuple):
     first: Sequence[Any] | None = None
     """The members that it had first, if each planned forward changes them: a key has these."""
 
+    def held(self) -> Any:
+        """The list or dictionary."""
+        return self.holder.__dict__.get(self.name)
+
     def members(self) -> Sequence[Any]:
         """The members, including keys: the current ones, if they are compared."""
-        return _members(self.holder.__dict__.get(self.name)) if self.first is None else self.first
+        return _members(self.held()) if self.first is None else self.first
 
 
 @dataclass(frozen=True)
@@ -223,9 +227,10 @@ class Attributes:
     def without(self, old: Overrides) -> Attributes:
         """The attributes with some left out."""
         left_out = {**old, **self.left_out}
+        # Several modules may hold one list.
+        lists = {id(b.held()) for b in self.boxes if (id(b.holder.__dict__), b.name) in left_out}
         return replace(self, left_out=left_out, boxes=tuple(
-            b._replace(first=tuple(b.members())) if (id(b.holder.__dict__), b.name) in left_out else b
-            for b in self.boxes))
+            b._replace(first=tuple(b.members())) if id(b.held()) in lists else b for b in self.boxes))
 
 
 def attributes_of(model: nn.Module) -> Attributes:

@@ -232,9 +232,12 @@ class Heads(nn.Module):
         return x + sum(self.heads) + before
 
 
-def test_a_list_that_each_forward_fills_takes_one_plan() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_list_that_each_forward_fills_takes_one_plan(shared: bool) -> None:
     torch.manual_seed(0)
     model, x = Heads(False), torch.randn(4, 8)
+    if shared:
+        model.layers[1].heads = model.heads             # type: ignore[assignment]
     plain = copy.deepcopy(model)
     rkmate.apply(model, budget=1.0, progress=False, settings=rkmate.Settings(costs="analytic"))
     for _ in range(3):
