@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from torch import fx
+
 from rkmate.errors import WishError
 from rkmate.graph.blocks.lower import storage_bytes
+from rkmate.graph.passes.cluster import Cluster
 from rkmate.ir.cd import CNode, Cost
 from rkmate.ir.kernels import by_own_kernels, fastest, seconds_to_gain, seconds_to_save
 from rkmate.ir.plan import Run
 from rkmate.ir.schedule import unmet_wishes
 from rkmate.offload import target as offload
-from rkmate.pipeline.prepare import Blocked, Prepared, compiled_by, fused_in, with_operation_costs
+from rkmate.pipeline.prepare import Blocked, Prepared, compiled_by, with_operation_costs
 from rkmate.pipeline.refuse import (
     Refused,
     bytes_of_any,
@@ -149,7 +153,7 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         note=whole_note(prepared, outcome.note), variant=blocked.variant.name, calls=calls,
         deferred=_deferred(blocked),
         gradients=prepared.settings.gradients, compiled=compiled_by(prepared.settings),
-        fused=fused_in(parts.program.operation),
+        fused=_fused_in(parts.program.operation),
         stage_seconds=dict((solved or prepared).stage_seconds), first_seconds=outcome.first_seconds,
         nodes=dict(blocked.nodes), origin=blocked.traced.origin)
 
@@ -441,3 +445,10 @@ def sent_whole(prepared: Prepared, method: Planner, limit: int,
     return whole_at_once(prepared.graph, prepared.whole, limit, prepared.settings.of_planner,
                          pinned=prepared.pinned, reserve_at_loss=prepared.reserve_at_loss,
                          time_limit=time_limit)
+
+
+def _fused_in(operations: Iterable[fx.Node]) -> tuple[tuple[str, int], ...]:
+    """Return, for each compiled group of the graph, the names of its operations, and how many times it
+    occurs."""
+    counts = Counter(n.target for n in operations if isinstance(n.target, Cluster))
+    return tuple((", ".join(cluster.operations), times) for cluster, times in counts.items())

@@ -9,7 +9,6 @@ import inspect
 import math
 import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -601,19 +600,3 @@ def compile_all(operations: Iterable[fx.Node], progress: Progress) -> None:
 def compiled_by(settings: Settings) -> str:
     """Return the name of the compiler that a plan's kernels come from; empty if nothing is compiled."""
     return compiler_version() if settings.compile else ""
-
-
-def check_version(plan_compiled: str) -> None:
-    """Warn if a plan's kernels were compiled by another compiler than the current one."""
-    if plan_compiled and plan_compiled != compiler_version():
-        warn(f"the plan was compiled by {plan_compiled}, and its kernels are compiled anew by "
-             f"{compiler_version()}: they may take other time and temporary memory than the plan says. Make "
-             "it again to be sure of its peak")
-
-
-def fused_in(operations: Iterable[fx.Node]) -> tuple[tuple[str, int], ...]:
-    """Return, for each compiled group of the graph, the names of its operations, and how many times it
-    occurs."""
-    counts = Counter(n.target for n in operations if isinstance(n.target, Cluster))
-    return tuple((", ".join(cluster.operations), times) for cluster, times in counts.items())
-
