@@ -163,6 +163,8 @@ class Copies:
 
 GAP = 0.01
 """Relative gap, of what runs again, at which a solution is good enough."""
+NEAR = 1e-3, 0.05
+"""A solution is good enough within this part of the step, too, and of what is known to run again at least."""
 NODES = 30
 """Branch-and-bound nodes per program, at most."""
 ROUND_SECONDS = 2e-5
@@ -222,16 +224,18 @@ class SaveSetProgram:
             j for j in graph.c[b].inputs if self.forward(j) and j not in self.pinned)
             for b in graph.backward), default=0)
 
-    def solve(self, budget: int, times: Sequence[int], *, time_limit: float,
-              work: Work | None = None) -> SaveSets | None:
+    def solve(self, budget: int, times: Sequence[int], *, time_limit: float, work: Work | None = None,
+              least: float = 0.0) -> SaveSets | None:
         """Return the least time for what runs again; None when nothing fits or nothing is found.
 
         `times`: backward nodes, in order; the loss is one, too. `work`: is counted on, and limits the solve.
+        `least`: seconds of what runs again at least, as known from fewer checkpoint times.
         """
         key = tuple(times)
         if key not in self._programs:
             self._programs[key] = _Program(self, [self.graph.loss, *times])
-        return self._programs[key].solve(budget, time_limit, work)
+        return self._programs[key].solve(budget, time_limit, work,
+                                         min(NEAR[0] * self.seconds, NEAR[1] * least))
 
 
 class _Program:
@@ -241,7 +245,8 @@ class _Program:
         self.second = owner.seconds / 1000 or 1.0
         ends = [*times[1:], len(graph.c)]
         self.needed = _closures(owner, list(zip(times, ends, strict=True)))
-        self.highs = Highs(self._write(owner, times, ends))
+        # A restart at the root takes a third of the time, and gains nothing.
+        self.highs = Highs(self._write(owner, times, ends), restarts=False)
 
     def _write(self, owner: SaveSetProgram, times: Sequence[int], ends: Sequence[int]) -> Rows:
         graph, reads, made = owner.graph, owner.reads, owner.made
@@ -281,9 +286,11 @@ class _Program:
                              ((budget, 1.0), *live, *buffers))
         return program
 
-    def solve(self, budget: int, time_limit: float, work: Work | None) -> SaveSets | None:
+    def solve(self, budget: int, time_limit: float, work: Work | None, near: float) -> SaveSets | None:
+        """Return a solution whose seconds are within `near` of its bound, or within `GAP`."""
         self.highs.fix("budget", budget / self.byte)
-        answer = self.highs.solve(time_limit, gap=GAP, nodes=NODES, work=work)
+        answer = self.highs.solve(time_limit, gap=GAP, absolute_gap=max(1e-6, near / self.second),
+                                  nodes=NODES, work=work)
         if not answer.values:
             return None
         keep = tuple(frozenset(j for j in needed if answer.values.get(f"K_{t}_{j}", 0.0) > 0.5)
@@ -400,7 +407,7 @@ class _Search:
             if left <= 0 or memory <= 0 or self.work.is_over:
                 break
             self.work.spent += ROUND_SECONDS * len(self.problem.graph.c)
-            kept = self.program.solve(memory, times, time_limit=left, work=self.work)
+            kept = self.program.solve(memory, times, time_limit=left, work=self.work, least=self.bound)
             if kept is None:
                 break
             if memory == self.budget:

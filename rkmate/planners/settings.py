@@ -42,7 +42,7 @@ class PlannerSettings:
     deep_nodes: int = 800
     """On graphs with more computations than this, a further budget gets one schedule of the chain after few
     tries."""
-    deep_seconds: float = 0.5
+    deep_seconds: float = 0.6
     """Seconds that the save-set program may search for a schedule of such a budget."""
     deep_unused: float = 2e-2
     """On such a graph, a schedule of the chain that leaves less than this fraction of the budget unused is

@@ -62,11 +62,12 @@ def test_work_ends_a_search_at_the_same_place(monkeypatch: pytest.MonkeyPatch) -
     budget = simulate(problem.graph, save_all(problem.graph)).peak * 6 // 10
     whole = SaveSet().plan(problem, budget)
     assert whole.worked is not None and not whole.cut_short and len(whole.others) > 1
-    few = SaveSet(work=whole.worked / len(whole.others)).plan(problem, budget)
+    part = whole.worked / 4
+    few = SaveSet(work=part).plan(problem, budget)
     assert few.cut_short and 0 < len(few.others) < len(whole.others)
     slow = functools.partial(next, itertools.count(0.0, 50.0))
     monkeypatch.setattr(save_set, "time", SimpleNamespace(perf_counter=slow))
-    for work, found in ((few.worked, few), (2 * whole.worked, whole)):
+    for work, found in ((part, few), (2 * whole.worked, whole)):
         again = SaveSet(work=work).plan(stack(6), budget, time_limit=1e4)
         assert (again.others, again.worked, again.cut_short) == (found.others, found.worked, found.cut_short)
 
