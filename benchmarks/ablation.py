@@ -45,7 +45,7 @@ from peers import DOCS, Case
 
 import rkmate
 from rkmate.budget import Budget
-from rkmate.graph.capture.operations import is_view
+from rkmate.graph.ops.properties import is_view
 from rkmate.graph.passes import table as passes
 from rkmate.measure import analytic
 from rkmate.pipeline import search, variants

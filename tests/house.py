@@ -47,7 +47,7 @@ HOUSE: tuple[Room, ...] = (
     Room("stand_in", "the base class of modules that replace another module", ("errors", "torch_seam")),
     Room("torch_seam/patches", "replacements for functions of torch and other libraries during a capture",
          (*_BASE, "devices", "torch_seam", "device")),
-    Room("graph/ops", "the package's own operators, one record for each",
+    Room("graph/ops", "the package's own operators, one record for each, and properties of all operators",
          (*_BASE, "device", *_SEAM)),
     Room("graph/capture", "captures a module as one graph of forward and backward, or refuses it",
          (*_BASE, "devices", "device", *_SEAM, "graph/ops")),

@@ -114,7 +114,8 @@ def profiling() -> Iterator[Any]:
     """Profile memory events inside the context. Read the yielded profiler after the context."""
     while _giving_way:
         _giving_way.pop()()
-    if not _measuring.acquire(blocking=False):
+    measuring = _measuring          # the module's names may be gone when the process ends
+    if not measuring.acquire(blocking=False):
         raise MeterError("memory is being measured already: measurements cannot be nested, and one "
                          "thread at a time can measure")
     try:
@@ -124,4 +125,4 @@ def profiling() -> Iterator[Any]:
         with memory_events() as session:
             yield session
     finally:
-        _measuring.release()
+        measuring.release()

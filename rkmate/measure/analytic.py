@@ -15,8 +15,8 @@ from rkmate import device as devices
 from rkmate.devices import Rates
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Partition
-from rkmate.graph.capture.operations import is_view
 from rkmate.graph.ops.collectives import is_collective, seconds_of_collective
+from rkmate.graph.ops.properties import is_view
 from rkmate.graph.passes.tiles.tiled import InTiles
 from rkmate.ir.cd import HOISTED, CDGraph, Cost, Kernel
 from rkmate.measure.temporaries import bytes_of, temporary_bytes

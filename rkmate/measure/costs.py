@@ -23,8 +23,8 @@ from rkmate.errors import DeviceMemoryError
 from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, random_state
-from rkmate.graph.capture.operations import is_view
 from rkmate.graph.ops.collectives import is_collective
+from rkmate.graph.ops.properties import is_view
 from rkmate.ir.cd import HOISTED, Cost, Kernel
 from rkmate.measure.analytic import Costs, analytic_costs, bytes_alone, surely_over
 from rkmate.measure.analytic import hoisted as hoisted_data

@@ -16,7 +16,7 @@ from torch import fx
 from rkmate.device import Device
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
-from rkmate.graph.capture.operations import is_view
+from rkmate.graph.ops.properties import is_view
 from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.settings import MeasureSettings
 from rkmate.support.cache import keep_newest_once, read_json, write_json

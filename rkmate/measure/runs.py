@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from rkmate.device import Device
-from rkmate.graph.capture.operations import is_view
+from rkmate.graph.ops.properties import is_view
 from rkmate.ir.cd import CDGraph
 from rkmate.measure.settings import MeasureSettings
 from rkmate.torch_seam.containers import pytree

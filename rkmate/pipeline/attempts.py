@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from torch import fx
 
 from rkmate.errors import WishError
 from rkmate.graph.blocks.lower import storage_bytes
+from rkmate.graph.passes.cluster import Cluster
 from rkmate.ir.cd import CNode, Cost
 from rkmate.ir.kernels import by_own_kernels, fastest, seconds_to_gain, seconds_to_save
 from rkmate.ir.plan import Run
 from rkmate.ir.schedule import unmet_wishes
 from rkmate.offload import target as offload
-from rkmate.pipeline.prepare import Blocked, Prepared, compiled_by, fused_in, with_operation_costs
+from rkmate.pipeline.prepare import Blocked, Prepared, compiled_by, with_operation_costs
 from rkmate.pipeline.refuse import (
     Refused,
     bytes_of_any,
@@ -149,7 +153,7 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         note=whole_note(prepared, outcome.note), variant=blocked.variant.name, calls=calls,
         deferred=_deferred(blocked),
         gradients=prepared.settings.gradients, compiled=compiled_by(prepared.settings),
-        fused=fused_in(parts.program.operation),
+        fused=_fused_in(parts.program.operation),
         stage_seconds=dict((solved or prepared).stage_seconds), first_seconds=outcome.first_seconds,
         nodes=dict(blocked.nodes), origin=blocked.traced.origin)
 
@@ -312,6 +316,8 @@ class Found:
     few: Solved | None = None
     """The options of blocks that it was found with, if these are only those that need no solver: another
     search, with more of them, may find a faster plan."""
+    tiles: LargerTiles | None = field(default=None, repr=False)
+    """What was found in larger tiles, for another search to know."""
 
     @property
     def plan(self) -> Plan:
@@ -334,31 +340,34 @@ def in_larger_tiles(found: Found, method: Planner, limit: int) -> Found:
     """Return a plan in larger tiles where that is faster; otherwise the plan as it is. It has the options of
     blocks that the given one was found with."""
     planned = found.planned
-    plan = LargerTiles(planned.prepared, method, all_options=found.few is None).of(planned.plan, limit)
-    return replace(found, planned=replace(planned, plan=plan))
+    tiles = found.tiles or LargerTiles(planned.prepared, method)
+    plan = tiles.of(planned.plan, limit, all_options=found.few is None)
+    return replace(found, planned=replace(planned, plan=plan), tiles=tiles)
 
 
 class LargerTiles:
-    """Plans of one variant in larger tiles. What is prepared and solved for one budget serves the others."""
+    """Plans of one variant in larger tiles. What is prepared and solved for one budget serves the others, and
+    what is found within a budget is found once."""
 
-    def __init__(self, prepared: Prepared, method: Planner, *, all_options: bool = True) -> None:
-        """`all_options`: whether more options of blocks are solved where those that need no solver lead to a
-        plan far from its bound."""
+    def __init__(self, prepared: Prepared, method: Planner) -> None:
         self.prepared = prepared
-        self.all_options = all_options
         # What else "auto" asks may take all of its time again.
         self.method = method.default if isinstance(method, Auto) else method
         self.leaner_left_out = functools.cache(functools.partial(leaner_left_out, prepared))
         self.lean, self.more = functools.cache(solve_lean), functools.cache(solve_more)
+        self.found = functools.cache(lambda larger, limit, seconds: _whole_or_searched(
+            larger, self.method, limit, seconds, self.lean, self.more))
 
-    def of(self, plan: Plan, limit: int) -> Plan:
-        """Return a plan within `limit` bytes that is faster by its kernels, or the plan as it is."""
+    def of(self, plan: Plan, limit: int, *, all_options: bool = True) -> Plan:
+        """Return a plan within `limit` bytes that is faster by its kernels, or the plan as it is.
+        `all_options`: whether more options of blocks are solved where those that need no solver lead to a
+        plan far from its bound."""
         def search(larger: Prepared, seconds: float | None) -> Planned | None:
             until = None if seconds is None else time.perf_counter() + seconds
-            found = _whole_or_searched(larger, self.method, limit, seconds, self.lean, self.more)
+            found = self.found(larger, limit, seconds)
             if isinstance(found, Refused):
                 return None
-            if self.all_options and found.may_take(plan.step_seconds):
+            if all_options and found.may_take(plan.step_seconds):
                 left = None if until is None else max(0.0, until - time.perf_counter())
                 found = with_more_options(found, self.method, limit, left, self.more)
             return found.planned
@@ -414,10 +423,10 @@ def with_more_options(found: Found, method: Planner, limit: int, time_limit: flo
     spent = {**before.stage_seconds, **{stage: solved.stage_seconds[stage] for stage in ("options", "chain")},
              "search": before.stage_seconds["search"] + time.perf_counter() - middle}
     if attempt.plan is None or attempt.plan.step_seconds >= before.step_seconds:
-        return Found(replace(found.planned, plan=replace(before, stage_seconds=spent)))
+        return Found(replace(found.planned, plan=replace(before, stage_seconds=spent)), tiles=found.tiles)
     plan = replace(attempt.plan, first_seconds=before.first_seconds or before.step_seconds,
                    stage_seconds=spent)
-    return Found(Planned(plan, prepared, _orders(solved), attempt.note))
+    return Found(Planned(plan, prepared, _orders(solved), attempt.note), tiles=found.tiles)
 
 
 def _orders(solved: Solved) -> Orders:
@@ -436,3 +445,10 @@ def sent_whole(prepared: Prepared, method: Planner, limit: int,
     return whole_at_once(prepared.graph, prepared.whole, limit, prepared.settings.of_planner,
                          pinned=prepared.pinned, reserve_at_loss=prepared.reserve_at_loss,
                          time_limit=time_limit)
+
+
+def _fused_in(operations: Iterable[fx.Node]) -> tuple[tuple[str, int], ...]:
+    """Return, for each compiled group of the graph, the names of its operations, and how many times it
+    occurs."""
+    counts = Counter(n.target for n in operations if isinstance(n.target, Cluster))
+    return tuple((", ".join(cluster.operations), times) for cluster, times in counts.items())

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from rkmate import device as devices
+from rkmate.device.inductor import version as compiler_version
 from rkmate.errors import PlanError, RkmateError, ScheduleError
 from rkmate.ilp import cache_folder
 from rkmate.ir.plan import BlockInfo, Run, read_step, step_content
@@ -27,7 +28,6 @@ from rkmate.pipeline.prepare import (
     Prepared,
     Traced,
     block,
-    check_version,
     compiled_by,
     prepare,
     with_operation_costs,
@@ -38,7 +38,7 @@ from rkmate.pipeline.variants import Variant, first, named, possible
 from rkmate.planners.protocol import Candidate, Outcome
 from rkmate.show.plan import Plan
 from rkmate.support.cache import keep_newest, read_json, write_json
-from rkmate.support.warn import PACKAGE
+from rkmate.support.warn import PACKAGE, warn
 
 # -- Plans that are given ---------------------------------------------------------------------------
 
@@ -75,6 +75,14 @@ def follow(traced: Traced, plan: Plan, *, of_rank: bool = False) -> Planned:
                     "flags or trained outputs (Settings(trains=...)): make a plan for this one")
 
 
+def _check_version(plan_compiled: str) -> None:
+    """Warn if a plan's kernels were compiled by another compiler than the current one."""
+    if plan_compiled and plan_compiled != compiler_version():
+        warn(f"the plan was compiled by {plan_compiled}, and its kernels are compiled anew by "
+             f"{compiler_version()}: they may take other time and temporary memory than the plan says. Make "
+             "it again to be sure of its peak")
+
+
 def follow_any(traced: Traced, plans: Sequence[Plan]) -> Planned | None:
     """Return the first of some plans that belongs to a captured model; None where none does."""
     for variant, as_then in itertools.product(_variants_of(traced, plans), _as_planned(traced, plans)):
@@ -105,7 +113,7 @@ def _followed(blocked: Blocked, plans: Sequence[Plan]) -> Planned | None:
             here = _sent_here(plan, blocked.traced)
             prepared = with_operation_costs(blocked, here.costs, link=here.graph.link)
             _check(here, prepared)
-            check_version(here.compiled)
+            _check_version(here.compiled)
             return Planned(here, prepared)
     return None
 

@@ -9,7 +9,6 @@ import inspect
 import math
 import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -28,6 +27,7 @@ from rkmate.graph.blocks.infos import block_infos, module_of
 from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
+from rkmate.graph.blocks.wishes import Wishes, check_names, wishes_of
 from rkmate.graph.capture.capture import Capture, Source, as_there
 from rkmate.graph.capture.refusals import refuse_gradients_in_place
 from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
@@ -51,8 +51,7 @@ from rkmate.measure.temporaries import with_memory_of_groups
 from rkmate.offload.target import link_of
 from rkmate.pipeline.loss import ModelAndLoss, traceable, trained_outputs, trains_of
 from rkmate.pipeline.settings import Settings
-from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first
-from rkmate.pipeline.wishes import Wishes, check_names, settings_that_keep, wishes_of
+from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first, settings_that_keep
 from rkmate.planners.overlap import exposed, overlapped
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
@@ -601,19 +600,3 @@ def compile_all(operations: Iterable[fx.Node], progress: Progress) -> None:
 def compiled_by(settings: Settings) -> str:
     """Return the name of the compiler that a plan's kernels come from; empty if nothing is compiled."""
     return compiler_version() if settings.compile else ""
-
-
-def check_version(plan_compiled: str) -> None:
-    """Warn if a plan's kernels were compiled by another compiler than the current one."""
-    if plan_compiled and plan_compiled != compiler_version():
-        warn(f"the plan was compiled by {plan_compiled}, and its kernels are compiled anew by "
-             f"{compiler_version()}: they may take other time and temporary memory than the plan says. Make "
-             "it again to be sure of its peak")
-
-
-def fused_in(operations: Iterable[fx.Node]) -> tuple[tuple[str, int], ...]:
-    """Return, for each compiled group of the graph, the names of its operations, and how many times it
-    occurs."""
-    counts = Counter(n.target for n in operations if isinstance(n.target, Cluster))
-    return tuple((", ".join(cluster.operations), times) for cluster, times in counts.items())
-

@@ -50,7 +50,9 @@ from rkmate.pipeline.prepare import (
 )
 from rkmate.pipeline.refuse import (
     Refused,
+    device_room,
     error_of_all,
+    largest_that_fits,
     limit_of,
     refuse_unmeasured,
     refused_as_it_is,
@@ -60,7 +62,6 @@ from rkmate.pipeline.refuse import (
     smallest_of,
     tell,
 )
-from rkmate.pipeline.reserved import device_room, largest_that_fits
 from rkmate.pipeline.solve import Solved, solve
 from rkmate.pipeline.variants import (
     CHANNELS_LAST,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rkmate.errors import ArgumentError, RkmateWarning
 from rkmate.graph.blocks.cut import CutSettings
+from rkmate.graph.capture.hints import Wish
 from rkmate.graph.capture.opaque import Opaque
 from rkmate.ilp import settings as ilp_settings
 from rkmate.ilp.settings import OptionSettings
@@ -27,7 +28,6 @@ Layouts = Literal["keep", "auto", "channels_last", "with_compile"]
 NewShape = Literal["plan", "original", "error"]
 Gradients = Literal["returned", "in_place"]
 Compile = bool | Literal["auto"]
-Wish = Literal["keep", "recompute"]
 WHEN_TILED: Default[When] = Default("auto")
 """`Settings.tiles` unless it is given."""
 

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from rkmate.errors import WishError
+from rkmate.graph.blocks.wishes import kept_in_words
+from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.collectives import groups_of
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.kernels import fastest
 from rkmate.pipeline.settings import Settings, When
@@ -179,6 +183,23 @@ def named(name: str) -> Variant:
     known = {v.name: v for v in VARIANTS if v.setting}
     parts = name.split("+")
     return together([known[p] for p in parts]) if all(p in known for p in parts) else PLAIN
+
+
+def settings_that_keep(settings: Settings, captured: Capture) -> Settings:
+    """Return the settings; where something is to be kept, without the larger operations that compute parts of
+    themselves again, and where a forward communicates, without outputs that one rank alone may read. Raises
+    `WishError` if these are requested."""
+    if groups_of(captured.graph):
+        settings = replace(settings, deferred_outputs="never")
+    keeps = kept_in_words(captured, settings.pins)
+    if not keeps:
+        return settings
+    against = {"compile": settings.compile is True, "chunked_loss": settings.chunked_loss == "always",
+               "tiled_mlps": settings.tiled_mlps == "always", "tiles": settings.tiles == "always"}
+    if requested := [name for name, on in against.items() if on]:
+        raise WishError(f"{keeps[0]} cannot be met with {requested[0]}={getattr(settings, requested[0])!r}, "
+                        "which computes values again inside of larger operations: leave one of them out")
+    return replace(settings, chunked_loss="never", tiled_mlps="never", tiles="never")
 
 
 def seconds_once(graph: CDGraph) -> float:

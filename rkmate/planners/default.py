@@ -137,8 +137,8 @@ Case = Literal["first", "further", "deep", "below first", "below further"]
 """The first budget of a problem; a further one, also of a deep graph; the same below what the chain
 reaches."""
 DETERMINED: frozenset[Case] = frozenset({"first", "further"})
-LEAST_SECONDS = 0.1
-"""Seconds that a strategy gets of a share that others have used up."""
+SLOWEST = 10.0
+"""A search that counts its work is ended by the clock after this multiple of its seconds."""
 KNOWN = 4
 """Number of schedules of other budgets that are finished again; one for deep graphs."""
 HOPELESS = 4.0
@@ -163,8 +163,6 @@ class Entry:
     """The cases in which it is asked."""
     seconds: float = math.inf
     """The strategy's share of the time, where it can stop early."""
-    done_by: float = math.inf
-    """Seconds after which it and those before it should be done; it has `LEAST_SECONDS` anyway."""
     gap: float | None = None
     """Smallest distance of the best schedule above the bound, relative to the bound, for which it is asked;
     None: it is always asked."""
@@ -180,7 +178,7 @@ def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
     s = settings
     return (
         Entry(ChainSearch(s, tries=5, count=1, quick=True), "rk-rotor", frozenset({"deep"})),
-        Entry(save_set, "save-set", frozenset({"deep"}), s.save_set_seconds, s.deep_seconds),
+        Entry(save_set, "save-set", frozenset({"deep"}), min(s.save_set_seconds, s.deep_seconds)),
         Entry(save_set, "save-set", DETERMINED, s.save_set_seconds),
         Entry(ChainSearch(s), "rk-rotor", DETERMINED, gap=s.gap_tolerance, finished=2),
         Entry(Checkpointing(), "sequential", frozenset({*DETERMINED, "deep"}), gap=s.gap_tolerance),
@@ -282,8 +280,8 @@ class Default:
 
     def _smallest(self, problem: Problem) -> Candidate:
         """Return the schedule with the smallest peak that is known: of the chain, or of the program over the
-        whole graph, asked for less and less. A pure function of the problem, except for the clock where a
-        program takes long."""
+        whole graph, asked for less and less. A pure function of the problem, except on a machine so slow that
+        the clock ends a program."""
         settings = self._settings
 
         def make() -> Candidate:
@@ -291,13 +289,13 @@ class Default:
             failed = save_set_program(problem).least_bytes - 1
             deep = len(problem.graph.c) > settings.deep_nodes
             near = max(1, int(least.peak * settings.deep_unused)) if deep else 1
-            until = time.perf_counter() + settings.smallest_seconds
+            left = settings.smallest_seconds
             for _ in range(SMALLEST_TRIES):
-                left = until - time.perf_counter()
                 if left <= 0 or least.peak - failed <= near:
                     break
                 middle = (failed + least.peak) // 2
-                outcome = self.save_set.plan(problem, middle, time_limit=left / 4)
+                outcome, took = _asked(self.save_set, problem, middle, left / 4)
+                left -= took
                 if outcome.schedule is None:
                     failed = middle
                 for found in found_in(problem, outcome):
@@ -315,7 +313,6 @@ class _Search:
         self.problem = problem
         self.budget = budget
         self.left = time_limit
-        self.spent = 0.0
         self.bound: float | None = None
         self.first: float | None = None
         """Seconds of the first schedule within the budget."""
@@ -338,14 +335,9 @@ class _Search:
             self.finish(0.0)
         if entry.gap is not None and not self._above_bound(entry.gap):
             return
-        share = min(entry.seconds, max(LEAST_SECONDS, entry.done_by - self.spent))
-        limit = min(share, self.left)
         start = time.perf_counter()
-        outcome = entry.strategy.plan(self.problem, self.budget,
-                                      time_limit=None if math.isinf(limit) else limit)
-        took = time.perf_counter() - start
-        self.spent += took
-        self.left = max(0.0, self.left - took)
+        outcome, _ = _asked(entry.strategy, self.problem, self.budget, entry.seconds, self.left)
+        self.left = max(0.0, self.left - (time.perf_counter() - start))
         if outcome.bound is not None:
             self.bound = max(self.bound or 0.0, outcome.bound)
             self.cut = outcome.cut_short
@@ -372,6 +364,19 @@ class _Search:
         """Return whether nothing was found that is this near to the bound."""
         fastest = min((c.seconds for c in (*self.pending, *self.found)), default=math.inf)
         return self.bound is None or fastest > self.bound * (1 + gap)
+
+
+def _asked(strategy: Planner, problem: Problem, budget: int, seconds: float,
+           left: float = math.inf) -> tuple[Outcome, float]:
+    """Ask a strategy for at most `seconds`; returns its outcome, and the seconds that it took: as counted,
+    where the strategy counts its work, otherwise of the clock. `left`: seconds of the clock in any case."""
+    if isinstance(strategy, SaveSet) and not math.isinf(seconds):
+        strategy, limit = replace(strategy, work=seconds), min(SLOWEST * seconds, left)
+    else:
+        limit = min(seconds, left)
+    start = time.perf_counter()
+    outcome = strategy.plan(problem, budget, time_limit=None if math.isinf(limit) else limit)
+    return outcome, time.perf_counter() - start if outcome.worked is None else outcome.worked
 
 
 def _note(origin: str) -> str:

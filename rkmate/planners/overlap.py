@@ -62,7 +62,7 @@ def exposed(graph: CDGraph, blocks: Sequence[Sequence[int]]) -> CDGraph:
 
 @dataclass(frozen=True)
 class _Tail:
-    """What computes from the result of a collective, right after it, and can wait with it."""
+    """The computations on the result of a collective, right after it, which can wait with it."""
 
     end: int
     """Index of the step after the last one."""

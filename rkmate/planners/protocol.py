@@ -107,6 +107,8 @@ class Outcome:
     """Bytes of the smallest budget that the planner is known to meet; None: unknown."""
     cut_short: bool = False
     """Whether the planner's time was over before it was done."""
+    worked: float | None = None
+    """Seconds that the search counts for, equal on every machine; None where it does not count its work."""
     first_seconds: float | None = None
     """Time of the first schedule that was found within the budget; None: there was one only."""
     others: tuple[Candidate, ...] = field(default=(), repr=False)

@@ -27,6 +27,7 @@ solved again. What the program sends away is copied as `rkmate.planners.offload`
 from __future__ import annotations
 
 import bisect
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rkmate.ilp.highs import Highs, Rows
+from rkmate.ilp.highs import Highs, Rows, Work
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.gradients import gradient_memory
 from rkmate.ir.kernels import fastest
@@ -163,8 +164,10 @@ class Copies:
 GAP = 0.01
 """Relative gap, of what runs again, at which a solution is good enough."""
 NODES = 30
-"""Branch-and-bound nodes per program. If this count ends a solve, the result is equal on all machines. There
-is also a limit in seconds; if that ends it, the result depends on the machine."""
+"""Branch-and-bound nodes per program, at most."""
+ROUND_SECONDS = 2e-5
+"""Seconds, for each computation of the graph, that a program counts for besides its solve: to write it, and
+to simulate the schedule."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +198,6 @@ class SaveSetProgram:
         """The forward values that may be copied away; used where the graph has a link."""
         self._gradients = gradient_bytes(graph, self.pinned)
         self._programs: dict[tuple[int, ...], _Program] = {}
-        # Seconds that it took to write the latest of them; one with more times takes longer.
-        self._writing = 0.0
 
     def forward(self, j: int) -> bool:
         """Return whether a D node is made by a forward node: what the program chooses to keep or make anew.
@@ -221,19 +222,16 @@ class SaveSetProgram:
             j for j in graph.c[b].inputs if self.forward(j) and j not in self.pinned)
             for b in graph.backward), default=0)
 
-    def solve(self, budget: int, times: Sequence[int], *, time_limit: float) -> SaveSets | None:
+    def solve(self, budget: int, times: Sequence[int], *, time_limit: float,
+              work: Work | None = None) -> SaveSets | None:
         """Return the least time for what runs again; None when nothing fits or nothing is found.
 
-        `times`: backward nodes, in order; the loss is one, too.
+        `times`: backward nodes, in order; the loss is one, too. `work`: is counted on, and limits the solve.
         """
         key = tuple(times)
         if key not in self._programs:
-            if self._writing > time_limit:
-                return None         # the time would be over before it is written
-            start = time.perf_counter()
             self._programs[key] = _Program(self, [self.graph.loss, *times])
-            self._writing = time.perf_counter() - start
-        return self._programs[key].solve(budget, time_limit)
+        return self._programs[key].solve(budget, time_limit, work)
 
 
 class _Program:
@@ -283,9 +281,9 @@ class _Program:
                              ((budget, 1.0), *live, *buffers))
         return program
 
-    def solve(self, budget: int, time_limit: float) -> SaveSets | None:
+    def solve(self, budget: int, time_limit: float, work: Work | None) -> SaveSets | None:
         self.highs.fix("budget", budget / self.byte)
-        answer = self.highs.solve(time_limit, gap=GAP, nodes=NODES)
+        answer = self.highs.solve(time_limit, gap=GAP, nodes=NODES, work=work)
         if not answer.values:
             return None
         keep = tuple(frozenset(j for j in needed if answer.values.get(f"K_{t}_{j}", 0.0) > 0.5)
@@ -349,6 +347,9 @@ class SaveSet:
     """The planner. Its bound holds for every schedule that runs the backward once, in order."""
 
     name: str = "save-set"
+    work: float = math.inf
+    """Seconds that the programs of one budget may take together, as their work is counted. If they end a
+    search, the result is the same on every machine; if ``time_limit`` does, it depends on the machine."""
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
@@ -360,13 +361,14 @@ class SaveSet:
             return replace(infeasible(f"a backward node alone needs {program.least_bytes:,} bytes"),
                            bound=program.seconds)
         seconds = TIME_LIMIT if time_limit is None else time_limit
-        search = problem.once_of_graph((self.name, budget, seconds),
-                                       lambda: _Search(problem, program, budget, seconds).run())
+        search = problem.once_of_graph(
+            (self.name, budget, seconds, self.work),
+            lambda: _Search(problem, program, budget, seconds, Work(self.work)).run())
         found = best(search.found, budget)
         if found.schedule is None:
             found = replace(found, note="what is kept leaves no room for what is made again")
         return replace(found, bound=program.seconds + search.bound, others=tuple(search.found),
-                       cut_short=search.cut_short)
+                       cut_short=search.cut_short, worked=search.work.spent)
 
 
 def save_set_program(problem: Problem) -> SaveSetProgram:
@@ -378,11 +380,12 @@ def save_set_program(problem: Problem) -> SaveSetProgram:
 class _Search:
     """Programs for one budget, with more and more times, then with less and less memory."""
 
-    def __init__(self, problem: Problem, program: SaveSetProgram, budget: int,
-                 seconds: float) -> None:
+    def __init__(self, problem: Problem, program: SaveSetProgram, budget: int, seconds: float,
+                 work: Work) -> None:
         self.problem = problem
         self.program = program
         self.budget = budget
+        self.work = work
         self.found: list[Candidate] = []
         self.until = time.perf_counter() + seconds
         self.bound = 0.0
@@ -394,9 +397,10 @@ class _Search:
         memory = self.budget
         for _ in range(ROUNDS):
             left = self.until - time.perf_counter()
-            if left <= 0 or memory <= 0:
+            if left <= 0 or memory <= 0 or self.work.is_over:
                 break
-            kept = self.program.solve(memory, times, time_limit=left)
+            self.work.spent += ROUND_SECONDS * len(self.problem.graph.c)
+            kept = self.program.solve(memory, times, time_limit=left, work=self.work)
             if kept is None:
                 break
             if memory == self.budget:
@@ -411,7 +415,7 @@ class _Search:
                 memory -= min(max(found.peak - self.budget, self.budget // 200), self.budget // 50)
             else:
                 times = more
-        self.cut_short = time.perf_counter() >= self.until
+        self.cut_short = self.work.is_over or time.perf_counter() >= self.until
         return self
 
     def _expand(self, kept: SaveSets, times: Sequence[int]) -> tuple[Candidate, int | None]:

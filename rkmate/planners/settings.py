@@ -11,8 +11,9 @@ from rkmate.support.defaults import Default
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """Planner to use, and limits of the default planner's search. Times limit searches that can stop early;
-    nothing else depends on a clock."""
+    """Planner to use, and limits of the default planner's search. Seconds of the save-set program are those
+    of an ordinary processor, counted by the work that is done: a slow or busy machine takes longer, and finds
+    the same. The clock ends a program after ten times as long, and at `Settings.planning_seconds`."""
 
     name: str = "rockmate"
     """``"rockmate"``, the default, takes the fastest schedule of several methods. The methods by themselves,
@@ -41,9 +42,8 @@ class PlannerSettings:
     deep_nodes: int = 800
     """On graphs with more computations than this, a further budget gets one schedule of the chain after few
     tries."""
-    deep_seconds: float = 0.75
-    """Seconds that the chain and the save-set program may take together for such a budget. The program gets
-    less if the chain's table is made first."""
+    deep_seconds: float = 0.5
+    """Seconds that the save-set program may search for a schedule of such a budget."""
     deep_unused: float = 2e-2
     """On such a graph, a schedule of the chain that leaves less than this fraction of the budget unused is
     good enough; so is a smallest budget within this fraction of an infeasible one."""

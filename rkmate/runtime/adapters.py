@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import torch
 
 from rkmate.errors import ArgumentError
+from rkmate.graph.capture.answers import Kinds, kind_of
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.effects import Effects
-from rkmate.graph.capture.kinds import Kinds, kind_of
 from rkmate.graph.capture.recipe import Recipe, Recipes
 from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of

@@ -30,6 +30,7 @@ from rkmate.pipeline.attempts import Planned
 from rkmate.pipeline.part_plans import PartWays, more_ways, ways_of, with_terms
 from rkmate.pipeline.prepare import Traced, trace
 from rkmate.planners.several_calls import Item, Way, share_out, smallest_limit
+from rkmate.runtime.followed_step import FollowedStep
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.observed_step import ObservedStep, PartCall
 from rkmate.runtime.plan_cache import Planning, Prototype
@@ -53,6 +54,8 @@ ABOUT = 0.05
 """The share of its bytes by which a call may differ from another one of about the same size."""
 FULL = 0.97
 """The share of what calls hold that schedules are looked for with, at most, where not all of it fits."""
+MEASURED = 3
+"""The number of steps with plans that are measured at most, until one keeps to its budget."""
 SIZES = 4
 """The number of sizes of calls that submodules of a kind are captured for; calls of further sizes count by
 the bytes that they save."""
@@ -165,6 +168,23 @@ class Kind:
         return tuple(sorted({k for _, call in self.calls for k in call.taught}))
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a budget is shared out for: the parts of a step that was observed, and the rest of it."""
+
+    step: ObservedStep
+    kinds: Sequence[Kind]
+    items: Sequence[Item]
+    places: Sequence[tuple[Kind, nn.Module]]
+    """The kind and the submodule of each item."""
+    most: int
+    """Bytes of the step as it is."""
+    beside: int
+    alone: int
+    early: int
+    """See `ObservedStep`."""
+
+
 class Parts:
     """The parts of one model."""
 
@@ -197,6 +217,13 @@ class Parts:
         self._is_planned = False
         self._again = False
         """Whether the next step is observed, and the budget shared out again."""
+        self._asked: Asked | None = None
+        """What the plans that are followed were chosen for."""
+        self._over = 0
+        """Bytes that a step with plans took over its budget, once it was measured."""
+        self._followed: FollowedStep | None = None
+        self._to_measure = 0
+        """How many steps with plans are still to be measured, at most."""
         self._told: set[str] = set()
 
     # -- calls ----------------------------------------------------------------------------
@@ -370,9 +397,11 @@ class Parts:
             for kind in self._kinds:
                 kind.stale = kind.traced is not None
             self.watch_methods()
-        if step is None or self._inside:
+        if self._inside:
             return
-        if step.backward_seen:
+        if step is None:
+            self._measure_followed()
+        elif step.backward_seen:
             self._step = None
             self._plan(step)
         elif step.is_empty:             # its results were dropped
@@ -435,6 +464,17 @@ class Parts:
         if not kinds:
             self._nothing_worth(step)
             return
+        self._asked, self._over, self._to_measure = Asked(
+            step, kinds, items, places, most, beside, alone, early), 0, MEASURED
+        if self._share(self._asked, budget):
+            inside = {id(m) for part in self.planned for m in part.modules()}
+            self._watch(m for m in unseen if id(m) not in inside and kind_key(m) not in saved
+                        and any(p.requires_grad for p in m.parameters()))
+
+    def _share(self, asked: Asked, budget: int) -> bool:
+        """Share a budget out, and put plans into the parts; False where the step needs none."""
+        step, kinds, items, places, most = asked.step, asked.kinds, asked.items, asked.places, asked.most
+        beside, alone, early = asked.beside, asked.alone, asked.early
         choice = share_out(items, budget - beside, alone - beside)
         least = max(early, smallest_limit(items, alone - beside) + beside)
         if choice is None or early > budget:
@@ -442,7 +482,10 @@ class Parts:
                 self._is_planned = True
                 logger.warning("%s needs no plans: a step takes about %s bytes as it is, and the budget is "
                                "%s", type(self._model).__name__, f"{most:,}", f"{budget:,}")
-                return
+                for module in self.planned:
+                    self._take(module)
+                self.planned = []
+                return False
             least = min(least, most)                # which it takes as it is
             raise InfeasibleBudget(
                 f"{type(self._model).__name__} is planned by parts, and no schedules of them fit in "
@@ -466,9 +509,45 @@ class Parts:
         for kind in self._kinds:
             if kind.traced is not None:
                 kind.traced, kind.given = replace(kind.traced, tensors={}), None
-        inside = {id(m) for part in self.planned for m in part.modules()}
-        self._watch(m for m in unseen if id(m) not in inside and kind_key(m) not in saved
-                    and any(p.requires_grad for p in m.parameters()))
+        return True
+
+    def _measure_followed(self) -> None:
+        """Before a call from outside: measure a step with plans. Where it takes more than its budget, that is
+        shared out again with so much less, or a warning says so."""
+        asked, followed = self._asked, self._followed
+        if not self._to_measure or asked is None or not self.planned:
+            return
+        settings = self._planning.settings
+        if followed is not None:
+            if not followed.backward_seen:      # several calls come before a backward
+                return
+            budget, peak = self._planning.budget.of(asked.most), followed.peak()
+            self._to_measure -= not followed.only_looks
+            if peak is not None and peak > budget:
+                self._share_again(asked, budget, peak)
+            elif peak is not None:
+                self._to_measure = 0
+        places = [t.device for t in self._model.parameters()]
+        if settings.gradients == "in_place" or not places or not devices.of(places[0]).host:
+            self._to_measure = 0                # statistics of an allocator watch each plan's first step
+        self._followed = None if not self._to_measure else FollowedStep(
+            self._model.parameters(), None if followed is None else devices.of(places[0]).parts_meter())
+
+    @planning_lock
+    def _share_again(self, asked: Asked, budget: int, peak: int) -> None:
+        """Share the budget out once more. `peak`: bytes that a step with plans took."""
+        name = type(self._model).__name__
+        self._over += peak - budget
+        if self._to_measure:
+            with contextlib.suppress(InfeasibleBudget):
+                logger.warning("A step of %s takes %s bytes with these plans: the budget is shared out again",
+                               name, f"{peak:,}")
+                self._share(asked, budget - self._over)
+                return
+        self._to_measure = 0
+        warn(f"a step of {name}, planned by parts, takes {peak:,} bytes, and its budget is {budget:,}: what "
+             f"is not planned takes more than it did in the step that was observed. A budget of "
+             f"{budget + self._over:,} bytes leaves room for that")
 
     def _nothing_worth(self, step: ObservedStep) -> None:
         """No part of the step is worth a plan."""
@@ -606,6 +685,9 @@ class Parts:
         for module in self._watched:
             take_watch_from(module)
         self._watched.clear()
+        if self._followed is not None:
+            self._followed.close()
+            self._followed = None
 
     def _forget(self) -> None:
         """Observe nothing any more."""

@@ -33,9 +33,9 @@ from rkmate.budget import Budget
 from rkmate.device.protocol import MeterError
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.operations import is_random
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import Structure, take_apart, take_call_apart
+from rkmate.graph.ops.properties import is_random
 from rkmate.measure.analytic import analytic_costs
 from rkmate.pipeline.part_plans import more_ways, ways_of
 from rkmate.pipeline.prepare import Blocked, block, trace, with_operation_costs

@@ -7,9 +7,10 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import unwrap
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,6 +173,8 @@ _WRITTEN_BY_SAVING = {"architectures", "dtype"}
 """Attributes that `save_pretrained` of transformers writes into a configuration: they describe the file."""
 _LISTS = {"merged_adapters", "_active_adapter"}
 """Lists of names that decide what a forward computes: of peft's layers."""
+_ASKS = {"getattr", "hasattr"}
+"""Functions that ask an object for an attribute by its name."""
 HOOKS_OF_FORWARD = "the forward hooks"
 """The path of the hooks in the content of a snapshot."""
 _FOLLOWED = 16
@@ -226,10 +229,12 @@ class Attributes:
 
 
 def attributes_of(model: nn.Module) -> Attributes:
-    """Return the attributes that exist now, `forward`, and those for which a class has a plain value, which
-    an object may get later. Others that a library's forward adds later do not belong to a plan."""
+    """Return the attributes that exist now, `forward`, and those that an object may get later: for which a
+    class has a plain value, or that its forward asks for (`getattr` with a default, `hasattr`). Others that a
+    library's forward adds later do not belong to a plan."""
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
-    defaults = {kind: _defaults(kind) for kind in set(map(type, model.modules()))}
+    later = {kind: dict.fromkeys((*_defaults(kind), *_asked_for(kind)))
+             for kind in set(map(type, model.modules()))}
     plain: list[Attribute] = []
     boxes: list[Box] = []
     for path, m in model.named_modules():
@@ -238,7 +243,7 @@ def attributes_of(model: nn.Module) -> Attributes:
         made = {weight_made_by(h) for h in forward_pre_hooks_of(m).values()}
         names = [k for k, v in m.__dict__.items()
                  if k not in _SKIPPED and k not in made and not isinstance(v, _OPEN)]
-        plain += [Attribute(m, k, prefix + k) for k in dict.fromkeys(("forward", *names, *defaults[type(m)]))]
+        plain += [Attribute(m, k, prefix + k) for k in dict.fromkeys(("forward", *names, *later[type(m)]))]
         boxes += [Box(m, k, prefix + k) for k, v in m.__dict__.items()
                   if k not in (PARAMETERS, BUFFERS)
                   and (k in _LISTS or any(isinstance(t, torch.Tensor) and id(t) not in own
@@ -248,9 +253,33 @@ def attributes_of(model: nn.Module) -> Attributes:
 
 def _defaults(kind: type) -> list[str]:
     """Return the names for which a class of the user has a plain value."""
-    return sorted({k for c in kind.__mro__ if not c.__module__.startswith(("torch.", "builtins"))
-                   for k, v in vars(c).items() if isinstance(v, SCALARS) and not k.startswith("__")
-                   and k not in _SKIPPED})
+    return sorted({k for c in _classes_of_user(kind) for k, v in vars(c).items()
+                   if isinstance(v, SCALARS) and not k.startswith("__") and k not in _SKIPPED})
+
+
+def _asked_for(kind: type) -> list[str]:
+    """Return the names that a forward of the user, and the methods that it calls, may ask an object for."""
+    members = [vars(c) for c in _classes_of_user(kind)]
+    todo, seen = ["forward"], {"forward"}
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        code: list[Any] = [getattr(unwrap(getattr(d[name], "fget", d[name])), "__code__", None)
+                           for d in members if name in d]
+        while code:
+            c = code.pop()
+            if c is None:
+                continue
+            code += [k for k in c.co_consts if isinstance(k, CodeType)]
+            if not _ASKS.isdisjoint(c.co_names):
+                found.update(k for k in c.co_consts if isinstance(k, str) and k.isidentifier())
+            todo += [k for k in c.co_names if k not in seen]
+            seen.update(c.co_names)
+    return sorted(k for k in found if not k.startswith("__") and k not in _SKIPPED)
+
+
+def _classes_of_user(kind: type) -> list[type]:
+    return [c for c in kind.__mro__ if not c.__module__.startswith(("torch.", "builtins"))]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rkmate.errors import SolverError
-from rkmate.ilp.highs import Highs, Rows, Status, status_of
+from rkmate.ilp.highs import Highs, Rows, Status, Work, status_of
 
 
 def rows() -> Rows:
@@ -143,6 +143,21 @@ def test_an_event_ends_a_solve() -> None:
     program = Highs(hard(), stop)
     stop.set()
     assert program.solve(3600.0).status in (Status.FEASIBLE, Status.TIMED_OUT)
+
+
+def test_work_ends_a_solve_at_the_same_place() -> None:
+    """Again and again, and what ended one solve does not end the next one."""
+    program = Highs(hard())
+
+    def solve(limit: float) -> tuple[float, float, int]:
+        work, before = Work(limit), program.iterations
+        answer = program.solve(3600.0, work=work)
+        assert answer.status in (Status.FEASIBLE, Status.TIMED_OUT) and work.is_over
+        return answer.bound, work.spent, program.iterations - before
+
+    first, longer = solve(0.1), solve(0.2)
+    assert solve(0.1) == first and solve(0.2) == longer
+    assert longer[1] > first[1] >= 0.1 and longer[2] > first[2]
 
 
 def test_an_interrupt_ends_the_solve_and_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

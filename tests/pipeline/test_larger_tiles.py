@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ import rkmate
 from rkmate.ir.cd import Cost, Kernel
 from rkmate.ir.kernels import by_own_kernels
 from rkmate.ir.schedule import Compute
+from rkmate.pipeline import attempts
 from rkmate.pipeline import search as planning
-from rkmate.pipeline.attempts import leaner_left_out
+from rkmate.pipeline.attempts import Found, fastest_plan, in_larger_tiles, leaner_left_out
 from rkmate.pipeline.prepare import Prepared, Traced, block, trace, with_operation_costs
 from rkmate.pipeline.search import make_curve, plan_prepared
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS
+from rkmate.planners.registry import planner
 from rkmate.planners.settings import PlannerSettings
 from rkmate.support.progress import Progress
 from tests.pipeline.test_variants import OPTIONS, WORDS, _Model
@@ -67,6 +70,24 @@ def test_something_is_computed_again_for_them() -> None:
     assert plan.step_seconds == pytest.approx(prepared.simulate(plan.schedule).seconds)
     assert plan.bound_seconds is not None and plan.bound_seconds <= plan.step_seconds
     assert "larger tiles" in plan.stage_seconds
+
+
+def test_a_search_in_larger_tiles_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all options of blocks are solved afterwards, and the plan is looked for in tiles again."""
+    prepared, method, asked = with_slow_tiles(4.0), planner("rockmate"), list[Prepared]()
+    limit, searched = room_for_small_tiles(prepared), attempts._whole_or_searched
+
+    def watched(here: Prepared, *rest: Any) -> Any:
+        asked.append(here)
+        return searched(here, *rest)
+
+    monkeypatch.setattr(attempts, "_whole_or_searched", watched)
+    found = fastest_plan(prepared, method, limit)
+    assert isinstance(found, Found)
+    again = in_larger_tiles(replace(found, planned=replace(found.planned, plan=replace(
+        found.plan, schedule=prepared.whole, step_seconds=prepared.baseline.seconds))), method, limit)
+    assert again.plan.step_seconds == found.plan.step_seconds < prepared.baseline.seconds
+    assert len(asked) == len(set(asked)) > 1
 
 
 def test_another_library_is_no_larger_tile() -> None:

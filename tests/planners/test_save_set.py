@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from types import SimpleNamespace
+
 import pytest
 
 import rkmate
@@ -9,6 +13,7 @@ from rkmate.ir.cd import CDGraph, CNode, DNode, Kernel
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Leave, Schedule, from_order, save_all
 from rkmate.ir.simulate import simulate
 from rkmate.pipeline.solve import runs_of
+from rkmate.planners import save_set
 from rkmate.planners.protocol import Candidate, Problem, ask, found_in
 from rkmate.planners.save_set import SaveSet, SaveSetProgram, add_checkpoint_time, gradient_bytes
 from tests.models import BANK
@@ -49,6 +54,21 @@ def test_a_schedule_for_less_memory_serves_a_larger_budget() -> None:
         times.append(found.seconds)
     assert times == sorted(times, reverse=True)
     assert times[-1] < float("inf")
+
+
+def test_work_ends_a_search_at_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is does not depend on the clock; what one search has left, another one finds."""
+    problem = stack(6)
+    budget = simulate(problem.graph, save_all(problem.graph)).peak * 6 // 10
+    whole = SaveSet().plan(problem, budget)
+    assert whole.worked is not None and not whole.cut_short and len(whole.others) > 1
+    few = SaveSet(work=whole.worked / len(whole.others)).plan(problem, budget)
+    assert few.cut_short and 0 < len(few.others) < len(whole.others)
+    slow = functools.partial(next, itertools.count(0.0, 50.0))
+    monkeypatch.setattr(save_set, "time", SimpleNamespace(perf_counter=slow))
+    for work, found in ((few.worked, few), (2 * whole.worked, whole)):
+        again = SaveSet(work=work).plan(stack(6), budget, time_limit=1e4)
+        assert (again.others, again.worked, again.cut_short) == (found.others, found.worked, found.cut_short)
 
 
 def test_memory_of_gradients_is_what_the_simulator_counts() -> None:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,17 @@ class Outside(Stack):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return super().forward(Wasteful.apply(x * self.scale), y)
+
+
+class Growing(Stack):
+    """The model itself takes more memory from some step on."""
+
+    extra = 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x, y)
+        torch.empty(self.extra, dtype=torch.uint8)
+        return loss
 
 
 class Coder(nn.Module):
@@ -445,6 +457,26 @@ def test_what_the_rest_takes_in_its_backward_is_measured() -> None:
     with pytest.raises(rkmate.InfeasibleBudget, match="the rest of the step takes") as error:
         train(model, plainly, 1)
     assert 0.9 * whole < error.value.minimum_bytes <= 1.02 * whole
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_a_step_with_plans_that_is_over_its_budget(share: float, caplog: pytest.LogCaptureFixture) -> None:
+    model = Growing([Layer() for _ in range(4)], numpy=True)
+    whole = peak(copy.deepcopy(model), plainly, 0)
+    applied(model, int(0.7 * whole))
+    for seed in range(2):
+        train(model, plainly, seed)
+    model.extra = int(share * whole)
+    plain = copy.deepcopy(model)
+    with caplog.at_level(logging.WARNING, "rkmate"), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        same_steps(plain, model, plainly, range(2, 7))
+    assert caplog.text.count("the budget is shared out again") == 1
+    found = peak(model, plainly, 7)
+    assert [f"takes {found:,} bytes, and its budget is {int(0.7 * whole):,}" in str(w.message)
+            for w in warned] == [True] * (share == 0.9)
+    assert (found <= int(0.7 * whole)) == (share == 0.3)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 def test_named_parts_and_never() -> None:

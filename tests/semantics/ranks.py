@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import os
 import time
 import traceback
@@ -20,16 +21,27 @@ from torch import nn
 
 LIMIT = 240.0
 """Seconds of processor time after which a rank is killed, and the timeout of a group."""
+LOADED_ONCE = ("torch.export", "torch._functorch.aot_autograd", "torch._inductor.compile_fx",
+               "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
+               "torch.distributed._functional_collectives", "rkmate.api", "rkmate.runtime.apply")
+"""Modules that the process loads from which ranks are forked: all of them begin with these."""
 STILL = 90.0
 """Seconds in which ranks that compute nothing are not killed yet."""
 Found = dict[str, list[dict[str, Any]]]
 """For each task, what each rank has found; ``failed`` if it raised, or did not come to an end."""
 
 
+def forked() -> multiprocessing.context.ForkServerContext:
+    """Return the way to start processes that are forked from one that has loaded torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(LOADED_ONCE))
+    return context
+
+
 def found_by_ranks(module: str, folder: Path, patience: float = LIMIT, count: int = 2) -> Found:
     """Let processes go through the ``TASKS`` of a test module: a dictionary of functions from a rank to what
     it finds. `patience`: the group's timeout, in seconds. `count`: of the processes."""
-    context = multiprocessing.get_context("spawn")
+    context = forked()
     ranks = [context.Process(target=_rank, args=(rank, module, str(folder), patience, count), daemon=True)
              for rank in range(count)]
     for process in ranks:

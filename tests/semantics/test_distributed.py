@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import rkmate
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
+from tests.semantics.ranks import forked
 from tests.semantics.steps import Tower, noting_segments, planned
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
@@ -219,7 +219,7 @@ def _start(rank: int, work: Callable[..., None], options: dict[str, bool], out: 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Processes]:
     """Two, one for each rank, that all tests share: they take longer to start than to work."""
-    pools = [ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) for _ in range(2)]
+    pools = [ProcessPoolExecutor(1, forked()) for _ in range(2)]
     yield pools
     for pool in pools:
         pool.shutdown()

@@ -346,6 +346,26 @@ def test_another_value_of_an_attribute_is_another_plan() -> None:
         assert_same_gradients(model, module, lambda run: run(x).sum())
 
 
+def test_an_attribute_that_a_forward_asks_for_may_come_later() -> None:
+    class Asking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (self.weighted() if hasattr(self, "center") else self.weighted() + 1)
+
+        def weighted(self) -> float:
+            return [float(getattr(self, "by", 1.0)) for _ in range(2)][1]
+
+    model, x = Asking(8, 8), torch.randn(2, 8)
+    plain = copy.deepcopy(model)
+    rkmate.apply(model, budget=1.0, progress=False, settings=rkmate.Settings(costs="analytic"))
+    plans = []
+    for name, value in (("other", 0), ("by", 0.5), ("center", True), ("center", True)):
+        assert torch.equal(model(x), plain(x))
+        plans.append(rkmate.applied(model).plan)
+        for m in (model, plain):
+            setattr(m, name, value)
+    assert plans[0] is plans[1] is not plans[2] is not plans[3]
+
+
 @pytest.mark.parametrize("way", ["attribute", "argument"])
 def test_numbers_that_change_in_each_call_are_warned_of(way: str) -> None:
     class Scaled(nn.Linear):

@@ -52,7 +52,8 @@ def test_a_new_torch_that_has_all_works_without_a_word() -> None:
 
 
 @pytest.mark.parametrize(("rename", "feature"), [
-    ("torch._C._dynamo.guards.dict_version = lambda known: 0", features.GUARDS),
+    pytest.param("torch._C._dynamo.guards.dict_version = lambda known: 0", features.GUARDS,
+                 marks=pytest.mark.slow),
     ("del torch.distributions.Distribution._validate_args", features.CHECKS)])
 def test_a_renamed_name_turns_one_feature_off(rename: str, feature: str) -> None:
     done = fresh(f"{rename}\nimport rkmate\nwith warnings.catch_warnings(record=True) as told:\n"
@@ -67,8 +68,10 @@ def test_a_renamed_name_turns_one_feature_off(rename: str, feature: str) -> None
 
 @pytest.mark.parametrize("rename", [
     "del torch._C._will_engine_execute_node",
-    "import torch._prims_common\ndel torch._prims_common.suggest_memory_format",
-    "import torch._functorch.aot_autograd as a\ndel a.aot_export_joint_with_descriptors"])
+    pytest.param("import torch._prims_common\ndel torch._prims_common.suggest_memory_format",
+                 marks=pytest.mark.slow),
+    pytest.param("import torch._functorch.aot_autograd as a\ndel a.aot_export_joint_with_descriptors",
+                 marks=pytest.mark.slow)])
 def test_a_torch_that_lacks_what_everything_needs_is_refused(rename: str) -> None:
     done = fresh(f"{rename}\nimport rkmate\ntry:\n"
                  + "".join(f"    {line}\n" for line in MODEL.splitlines())

@@ -17,8 +17,8 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.ops.collectives import is_collective
+from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.in_place import InPlace, in_place_ways
 from rkmate.graph.passes.joint import Joint, adds
 from rkmate.graph.passes.kernels import Alternative, alternatives

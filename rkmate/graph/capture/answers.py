@@ -1,21 +1,34 @@
-"""Answers that a forward gets to nearly all of its questions about values: taken for granted in a trace, and
-checked after each planned forward.
+"""Answers that a forward gets, while it is traced, to its questions about values.
 
+Of activations, a trace takes the answer of nearly all values for granted, and each planned forward checks it.
 A forward that asks whether its activations are finite, or whether a drawn number is above 0, has one path
 that every ordinary step takes. The trace follows that path. What was asked becomes a further output of the
 step: where it says otherwise, the planned forward is undone, and the module's own runs instead. Solvers that
 check their result are traced without the check, and whether it would have passed is asked in the same way.
+
+Of arguments, a trace knows the kind: masks of ones, and positions in order. Transformers leave out a mask of
+ones in eager mode, and keep every mask in a trace. A trace asks here instead: where a value depends on
+arguments of a known kind alone, the answer is eager's (`torch_seam.patches.libraries`). What was looked at
+belongs to the key of the plan, so that a call of another kind has another plan. A kind is known for every
+size: calls of other sizes are derived from captures of their kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
+from rkmate.graph.capture.structure import TensorForm, form_of
+from rkmate.torch_seam.patches.libraries import known_value, node_of, values_told
+from rkmate.torch_seam.tensors import outside_trace
 from rkmate.torch_seam.trace import inside_transform
+
+# -- Ordinary answers ------------------------------------------------------------------------------
 
 Call = Callable[[Callable[..., Any], Any, Any], Any]
 """Runs a call of the forward: function, positional arguments and keywords."""
@@ -115,3 +128,71 @@ class Questions:
             self._sure[id(out)] = _Sure(out, _BOTH[name](first.value, other.value), first.what)
         elif first is not None and name in _SAME | _NOT:
             self._sure[id(out)] = _Sure(out, first.value is (name in _SAME), first.what)
+
+
+# -- Kinds of arguments ----------------------------------------------------------------------------
+
+Kinds = tuple[tuple[int, str], ...]
+"""Numbers of arguments' tensors, in order, each with the kind of its values; empty for other values."""
+
+_KINDS: dict[str, Callable[[TensorForm], torch.Tensor]] = {
+    "all ones": lambda f: torch.ones(f.shape, dtype=f.dtype, device=f.device),
+    "in order": lambda f: torch.arange(f.shape[-1], dtype=f.dtype, device=f.device).expand(f.shape),
+}
+"""Values of each kind, for tensors of a form."""
+
+
+def may_have_kind(form: TensorForm) -> bool:
+    """Return whether a tensor may be a mask or positions: a row of integers for each member of a batch."""
+    return len(form.shape) == 2 and min(form.shape) > 0 and form.device != torch.device("meta") \
+        and not form.dtype.is_floating_point and not form.dtype.is_complex
+
+
+def kind_of(t: torch.Tensor) -> str:
+    """Return the kind of an argument's values; empty for other values."""
+    form = form_of(t)
+    if not may_have_kind(form):
+        return ""
+    with torch.no_grad():
+        kinds = list(_KINDS)[:1] if t.dtype is torch.bool else _KINDS
+        return next((kind for kind in kinds if torch.equal(t, _KINDS[kind](form))), "")
+
+
+def kinds_of(tensors: Sequence[torch.Tensor]) -> dict[int, str]:
+    """Return the kinds of those arguments that may have one, by number."""
+    return {k: kind_of(t) for k, t in enumerate(tensors) if type(t) is torch.Tensor
+            and t.layout is torch.strided and may_have_kind(form_of(t))}
+
+
+class Looked:
+    """The arguments of one trace whose values were looked at."""
+
+    def __init__(self, kinds: Mapping[int, str]) -> None:
+        self._kinds = kinds
+        self._asked: set[int] = set()
+
+    @property
+    def found(self) -> Kinds:
+        """The arguments that were looked at, with their kinds."""
+        return tuple((k, self._kinds[k]) for k in sorted(self._asked))
+
+    def value(self, number: int, form: TensorForm) -> torch.Tensor | None:
+        """Return the values of an argument; None if they are of no kind."""
+        if number not in self._kinds:
+            return None
+        self._asked.add(number)
+        kind = self._kinds[number]
+        with outside_trace():
+            return _KINDS[kind](form) if kind else None
+
+    @contextmanager
+    def begun(self, traced: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Answer for a forward on these tensors, while it is exported."""
+        numbers = {node_of(t): k for k, t in enumerate(traced) if k in self._kinds}
+
+        def argument(node: fx.Node) -> torch.Tensor | None:
+            k = numbers.get(node)
+            return None if k is None else self.value(k, form_of(traced[k]))
+
+        with values_told(lambda t: known_value(t, argument)):
+            yield

@@ -20,6 +20,7 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
+from rkmate.graph.capture.answers import Kinds, Looked, kinds_of
 from rkmate.graph.capture.collectives import values_are_read, without_collectives
 from rkmate.graph.capture.effects import (
     Effects,
@@ -30,7 +31,6 @@ from rkmate.graph.capture.effects import (
     repeated,
     told_apart,
 )
-from rkmate.graph.capture.kinds import Kinds, Looked, kinds_of
 from rkmate.graph.capture.opaque import Opaque, with_opaque
 from rkmate.graph.capture.recipe import Recipe
 from rkmate.graph.capture.refusals import (

@@ -16,6 +16,8 @@ from torch import fx
 from rkmate.errors import ArgumentError
 from rkmate.torch_seam.nodes import is_backward, wish_marked, wish_of
 
+Wish = Literal["keep", "recompute"]
+
 _numbers = itertools.count()
 
 
@@ -46,7 +48,7 @@ def recompute(x: torch.Tensor) -> torch.Tensor:
     return _hinted(x, "recompute")
 
 
-def _hinted(x: torch.Tensor, wish: Literal["keep", "recompute"]) -> torch.Tensor:
+def _hinted(x: torch.Tensor, wish: Wish) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(f"rkmate.{wish} takes a tensor, and got {type(x).__name__}")
     if not torch.compiler.is_exporting():
@@ -67,7 +69,7 @@ class Hint(NamedTuple):
 
     node: fx.Node
     """The alias in a captured graph; the value itself in a simplified one."""
-    wish: Literal["keep", "recompute"]
+    wish: Wish
     place: str
     """File and line."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import COPIES, RESHAPES, is_random
+from rkmate.graph.ops.properties import COPIES, RESHAPES, is_random
 from rkmate.graph.passes.joint import Joint, adds, owner_of
 from rkmate.torch_seam.nodes import VALUE, is_backward
 

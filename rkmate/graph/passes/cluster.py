@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from rkmate.device.inductor import Fused, form_of, fused
-from rkmate.graph.capture.operations import is_view
+from rkmate.graph.ops.properties import is_view
 from rkmate.graph.passes.node_calls import OwnFunction, call_of
 from rkmate.ir.calls import Writer, in_full
 from rkmate.support.generated import load

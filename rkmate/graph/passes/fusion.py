@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import is_random, is_view
+from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.cleanup import drop_dead
 from rkmate.graph.passes.cluster import Cluster
 from rkmate.graph.passes.images import is_dense

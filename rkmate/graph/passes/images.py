@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
-from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.capture.repairs import retrace
 from rkmate.graph.ops.norms import BY_GROUPS
+from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.joint import Joint
 from rkmate.torch_seam.nodes import VALUE, is_backward, without_descriptor
 from rkmate.torch_seam.schema import OpOverload

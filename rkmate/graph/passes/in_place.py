@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import COMMUTES
+from rkmate.graph.ops.properties import COMMUTES
 from rkmate.graph.passes.node_calls import OwnFunction
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import own_operator, record_of

@@ -13,9 +13,9 @@ from torch import fx
 from rkmate.errors import WishError
 from rkmate.graph.capture.collectives import communicates, group_of
 from rkmate.graph.capture.hints import hints_in
-from rkmate.graph.capture.operations import is_random, is_view
 from rkmate.graph.ops.collectives import is_collective, with_wait
 from rkmate.graph.ops.norms import BY_GROUPS
+from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.joint import Joint, makers_of
 from rkmate.torch_seam.collectives import is_wait
 from rkmate.torch_seam.nodes import VALUE, carry_wish, is_backward, phase_tag, wish_of

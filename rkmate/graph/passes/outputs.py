@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.capture.operations import is_random, is_view
+from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.joint import Deferred, Joint, owner_of
 from rkmate.graph.passes.lean import is_wide
 from rkmate.torch_seam.nodes import VALUE, copied, is_backward

@@ -11,7 +11,7 @@ from torch import fx
 
 from rkmate.errors import GraphError
 from rkmate.graph.capture.capture import Source
-from rkmate.graph.capture.operations import is_random, is_view
+from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.joint import Joint, adds
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.torch_seam.nodes import VALUE, is_backward

@@ -41,7 +41,7 @@ MOST_CALLS = 4
 
 
 class _Call(NamedTuple):
-    """What a capture is looked up by."""
+    """The key by which a capture is found again."""
 
     tensors: tuple[TensorForm, ...]
     inputs: Structure
@@ -53,7 +53,7 @@ class _Call(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What a dry run says, in short."""
+    """The summary of a dry run."""
 
     text: bytes
     numbers: bytes

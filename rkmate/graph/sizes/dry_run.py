@@ -23,9 +23,9 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
+from rkmate.graph.capture.answers import Kinds, Looked
 from rkmate.graph.capture.capture import flat_module
 from rkmate.graph.capture.collectives import communicates
-from rkmate.graph.capture.kinds import Kinds, Looked
 from rkmate.graph.capture.repairs import repaired, ways_to_export
 from rkmate.graph.capture.state import HostDraws, PythonState
 from rkmate.graph.capture.structure import Structure, TensorForm, form_of, like

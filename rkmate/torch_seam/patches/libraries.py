@@ -4,7 +4,7 @@ Hugging Face's transformers build explicit attention masks while they are export
 leaves the masks out and tells the attention kernel that it is causal. A plan is for one shape, so
 what depends on shapes and constants alone may take eager's path: the arithmetic is then eager's, bit
 for bit, and the masks take no memory. What depends on the values of an input takes it where the capture
-knows them (`graph.capture.kinds`), and keeps the traced path elsewhere.
+knows them (`graph.capture.answers`), and keeps the traced path elsewhere.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _written_through_views(graph: fx.Graph, values: Iterable[fx.Node]) -> bool:
 
 
 class _Here(threading.local):
-    """What is known of values in the trace of a thread."""
+    """Values that are known in the trace of a thread."""
 
     value_of: Callable[[torch.Tensor], torch.Tensor | None] = staticmethod(known_value)
 

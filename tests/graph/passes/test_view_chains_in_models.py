@@ -13,7 +13,7 @@ from torch import fx, nn
 
 import rkmate
 from rkmate.graph.capture.capture import capture
-from rkmate.graph.capture.operations import is_view
+from rkmate.graph.ops.properties import is_view
 from rkmate.graph.passes.table import simplify
 from tests.equality import assert_same_step
 from tests.models import Sample

@@ -123,7 +123,7 @@ class Banded(InTiles):
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile."""
+    """A single tile."""
 
     graph: fx.Graph
     takes: Sequence[Band | None]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import is_random, is_view
+from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.joint import Joint, readers_of
 from rkmate.graph.passes.tiles.cuts import EVEN, piece, summand, summed
 from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, shape_of, value_of

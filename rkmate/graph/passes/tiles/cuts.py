@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import is_random
+from rkmate.graph.ops.properties import is_random
 from rkmate.graph.passes.tiles import windows
 from rkmate.graph.passes.tiles.norms import normalized
 from rkmate.graph.passes.tiles.pieces import (

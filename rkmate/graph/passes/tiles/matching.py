@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import COMMUTES, COPIES, is_random
+from rkmate.graph.ops.properties import COMMUTES, COPIES, is_random
 from rkmate.graph.passes.joint import makers_of
 from rkmate.torch_seam.nodes import VALUE, is_backward
 

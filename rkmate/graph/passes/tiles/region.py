@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import is_view
+from rkmate.graph.ops.properties import is_view
 from rkmate.graph.passes.joint import makers_of, readers_of
 from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Forms, lead_of, row_numel, shape_of, sums, takes
 from rkmate.torch_seam.nodes import VALUE

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import is_view
 from rkmate.graph.ops.losses import SCALE
 from rkmate.graph.ops.parts import part_bytes
+from rkmate.graph.ops.properties import is_view
 from rkmate.graph.passes.joint import Joint, makers_of, readers_of
 from rkmate.graph.passes.tiles.region import Region, close, is_linear, needed
 from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Tile, emit, emit_sum, shape_of

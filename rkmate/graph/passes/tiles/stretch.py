@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import is_view
+from rkmate.graph.ops.properties import is_view
 from rkmate.graph.passes.tiles.banded import Banded, Part, Tile, TileRun, runs_of
 from rkmate.graph.passes.tiles.cuts import piece, summand, summed
 from rkmate.graph.passes.tiles.matching import canonical

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import is_view
+from rkmate.graph.ops.properties import is_view
 from rkmate.graph.passes.joint import Joint, readers_of
 from rkmate.graph.passes.tiles.choosing import HEAVY, Labels, Plan, bytes_of, chosen, looked_at
 from rkmate.graph.passes.tiles.matching import Matcher

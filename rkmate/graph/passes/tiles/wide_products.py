@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import is_view
+from rkmate.graph.ops.properties import is_view
 from rkmate.graph.passes.cleanup import drop_dead
 from rkmate.graph.passes.joint import Joint, makers_of, readers_of
 from rkmate.graph.passes.lean import is_wide

@@ -4,7 +4,7 @@ by hints in a forward (`rkmate.keep`, `rkmate.recompute`)."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,10 @@ from torch import nn
 
 from rkmate.errors import WishError
 from rkmate.graph.blocks.infos import Modules
-from rkmate.graph.capture.collectives import groups_of
-from rkmate.graph.capture.hints import Hint, hints_in
+from rkmate.graph.capture.hints import Hint, Wish, hints_in
 from rkmate.graph.ops.collectives import is_collective
 from rkmate.graph.passes.once import gathers_parameters
 from rkmate.ir.cd import CDGraph
-from rkmate.pipeline.settings import Settings, Wish
 
 if TYPE_CHECKING:
     from rkmate.graph.blocks.partition import Partition
@@ -37,22 +35,10 @@ def check_names(model: nn.Module, pins: Mapping[str, Wish], prefix: str = "") ->
                             f"{f'; its modules are {listed}' if names else ''}")
 
 
-def settings_that_keep(settings: Settings, captured: Capture) -> Settings:
-    """Return the settings; where something is to be kept, without the larger operations that compute parts of
-    themselves again, and where a forward communicates, without outputs that one rank alone may read. Raises
-    `WishError` if these are requested."""
-    if groups_of(captured.graph):
-        settings = replace(settings, deferred_outputs="never")
-    keeps = [*(_words_of(pattern, wish) for pattern, wish in settings.pins.items() if wish == "keep"),
-             *(_words_of(hint) for hint in hints_in(captured.graph).values() if hint.wish == "keep")]
-    if not keeps:
-        return settings
-    against = {"compile": settings.compile is True, "chunked_loss": settings.chunked_loss == "always",
-               "tiled_mlps": settings.tiled_mlps == "always", "tiles": settings.tiles == "always"}
-    if requested := [name for name, on in against.items() if on]:
-        raise WishError(f"{keeps[0]} cannot be met with {requested[0]}={getattr(settings, requested[0])!r}, "
-                        "which computes values again inside of larger operations: leave one of them out")
-    return replace(settings, chunked_loss="never", tiled_mlps="never", tiles="never")
+def kept_in_words(captured: Capture, pins: Mapping[str, Wish]) -> list[str]:
+    """Return the wishes to keep something, as the user wrote them."""
+    return [*(_words_of(pattern, wish) for pattern, wish in pins.items() if wish == "keep"),
+            *(_words_of(hint) for hint in hints_in(captured.graph).values() if hint.wish == "keep")]
 
 
 def _words_of(what: str | Hint, wish: str = "") -> str:

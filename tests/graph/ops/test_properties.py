@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from rkmate.graph.capture.operations import is_random
+from rkmate.graph.ops.properties import is_random
 
 aten = torch.ops.aten
 _FLASH = aten._scaled_dot_product_flash_attention.default

@@ -1,0 +1,98 @@
+"""A step that follows plans for parts, measured: its forward, the caller's loss and its backward together.
+
+The shares of a budget come from a step that ran as it is, in which operations round otherwise, and temporary
+memory of the rest stands beside other tensors. So a step with plans has the last word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from rkmate.device import MeterError
+from rkmate.device.events import give_way_by
+from rkmate.device.protocol import PartsMeter
+from rkmate.torch_seam.tensors import after_backward
+
+
+class FollowedStep:
+    """Measures memory from the beginning of a forward to the end of its backward, without the parameters'
+    new gradients, which no budget counts.
+
+    A profiler that is stopped inside of a backward runs again: autograd restores the state of its thread. So
+    it stops where the result is asked for, or where another measurement begins.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], meter: PartsMeter | None) -> None:
+        """`parameters`: of the module. `meter`: None to tell only whether the backward came."""
+        self.only_looks = meter is None
+        """Whether it does not measure."""
+        self._meter, self._thread = meter, threading.get_ident()
+        self._running, self._stretch = contextlib.ExitStack(), contextlib.ExitStack()
+        self._new = [0]
+        """For each stretch of the step, bytes of gradients that were new by then."""
+        self._waits_for_end = False
+        self.backward_seen = False
+        known = [p for p in parameters if p.requires_grad]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in known]
+        self._without = {id(p) for p in known if p.grad is None}
+        self._others: list[torch.Tensor] = []
+        """Parameters of other modules that have no gradients yet."""
+        if meter is None:
+            return
+        self._others = [p for p in gc.get_objects()
+                        if type(p) is nn.Parameter and p.requires_grad and p.grad is None]
+        try:
+            self._running.enter_context(meter.running())
+        except MeterError:                      # somebody measures, or profiles
+            self._meter = None
+            return
+        give_way_by(self._stop)
+        self._stretch.enter_context(meter.part(0))
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """A parameter has got its gradient: the next stretch begins."""
+        self.backward_seen = True
+        if not self._waits_for_end:
+            self._waits_for_end = True
+            after_backward(self._end)
+        new = self._new[-1]
+        if id(parameter) in self._without and parameter.grad is not None:
+            self._without.discard(id(parameter))
+            self._others = [p for p in self._others if p is not parameter]
+            new += parameter.grad.nbytes
+        if self._meter is not None and threading.get_ident() == self._thread:
+            self._stretch.close()
+            self._stretch.enter_context(self._meter.part(len(self._new)))
+            self._new.append(new)
+
+    def _end(self) -> None:
+        self._waits_for_end = False
+        if threading.get_ident() == self._thread:
+            self._stretch.close()
+
+    def _stop(self) -> None:
+        if threading.get_ident() == self._thread:
+            self._stretch.close()
+            self._running.close()
+
+    def close(self) -> None:
+        """Measure no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._stop()
+
+    def peak(self) -> int | None:
+        """Return the most bytes of the step, once that is over; None where nothing was measured."""
+        self.close()
+        if self._meter is None or not self.backward_seen:
+            return None
+        others = sum(p.grad.nbytes for p in self._others if p.grad is not None)
+        found = self._meter.levels()
+        start = found[0][0]
+        return max(peak - start - self._new[number] for number, (_, peak) in found.items()) - others
