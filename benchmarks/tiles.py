@@ -3,8 +3,9 @@ block and to gradients that are added up over single images: ``python benchmarks
 --write``.
 
 Times need a quiet machine: ``--repeats 3``. Without repeats, memory alone is measured. Searches take most
-of the time: ``--plans FOLDER`` saves their plans, and a later run with times follows those that are there.
-Models of transformers and monai are left out where these are not installed.
+of the time: with ``--plans FOLDER``, models that have a row keep its budgets, and plans are saved there; a
+later run with times follows them. Models of transformers and monai are left out where these are not
+installed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -377,7 +379,7 @@ class Bench:
     """One model and its copies."""
 
     def __init__(self, name: str, repeats: int, plans: Path | None = None, before: Row | None = None) -> None:
-        """`plans`: a folder of saved plans; `before`: the row that belongs to them."""
+        """`plans`: a folder of saved plans; `before`: a row whose budgets count then."""
         torch.manual_seed(0)
         self.name, self.repeats, self.plans, self.before = name, repeats, plans, before
         self.model, self.inputs = MODELS[name][1]()
@@ -388,12 +390,17 @@ class Bench:
 
     def row(self) -> Row:
         """Measure everything."""
-        known = self._saved("least")
-        if known is not None and self.before is not None:
-            without, budget = self.before.without * self.eager, known.budget_bytes
-        else:
+        known = None if self.plans is None else self.before
+        if known is None:
             without, budget = self._smallest("never"), self._smallest("auto")
-        peak, time = self._planned(budget, "least")
+        else:
+            without, budget = (math.ceil(s * self.eager) for s in (known.without, known.budget))
+        try:
+            peak, time = self._planned(budget, "least")
+        except rkmate.InfeasibleBudget as error:            # the row is of another version, or of a search
+            budget = error.minimum_bytes                    # that had more time
+            peak, time = self._planned(budget, "least")
+        budget = self.wrapped.plan.budget_bytes
         error, eager_error = self._errors()
         time_twice = None
         if self.repeats or self.plans is not None:
@@ -422,12 +429,16 @@ class Bench:
         return rkmate.Plan.load(file) if file is not None and file.exists() else None
 
     def _planned(self, budget: int, which: str) -> tuple[int, float | None]:
-        plan = self._saved(which)
+        saved = self._saved(which)
+        wrap = partial(rkmate.wrap, self.model, self.inputs, progress=False,
+                       settings=rkmate.Settings(tiles="auto"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", rkmate.RkmateWarning)
-            self.wrapped = rkmate.wrap(self.model, self.inputs, budget=None if plan else budget, plan=plan,
-                                       progress=False, settings=rkmate.Settings(tiles="auto"))
-        if plan is None and self.plans is not None:
+            try:
+                self.wrapped = wrap(budget=budget) if saved is None else wrap(plan=saved)
+            except rkmate.PlanError:                            # of a version that has another graph
+                self.wrapped = wrap(budget=budget)
+        if self.plans is not None and self.wrapped.plan != saved:
             self.plans.mkdir(parents=True, exist_ok=True)
             self.wrapped.plan.save(self.plans / f"{self.name}-{which}.json")
         return self._beside(lambda: self.wrapped(*self.inputs), self.model)

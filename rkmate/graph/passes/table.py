@@ -65,6 +65,10 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
     Rewrite("copies",
             "Aliases, and copies with their input's layout, would each cost a tensor and a call.",
             drop_copies),
+    Rewrite("written parts",
+            "Kernels that work tile by tile write and read parts of one buffer. In a trace, each write "
+            "would copy the whole buffer.",
+            read_what_was_written),
     Rewrite("tiles",
             "One layer often sets the smallest budget. If a budget needs it, stretches of operations run a "
             "few images of a batch, bands of an image, blocks of a sequence or columns of weights at a time; "
@@ -84,10 +88,6 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "last: over thousands of pixels, the statistics are about fifty times less exact than in the "
             "other layout. The replacement adds up groups of pixels, and then the groups.",
             add_up_by_groups, when=("channels-last",)),
-    Rewrite("written parts",
-            "Kernels that work tile by tile write and read parts of one buffer. In a trace, each write "
-            "would copy the whole buffer.",
-            read_what_was_written),
     Rewrite("unread statistics",
             "In training mode, a batch norm's gradient takes the updated running statistics but does not "
             "read them. Held until the backward, they would be memory that eager mode does not need.",

@@ -24,10 +24,24 @@ Found = dict[fx.Node, fx.Node]
 """Nodes of a derived graph -> equal nodes of the joint graph."""
 
 
+_OF_RESULTS = {aten.leaky_relu_backward.default: aten.leaky_relu.default,
+               aten.hardtanh_backward.default: aten.hardtanh.default}
+"""Backwards with the same bits from the result as from the operand: both have the same sign, or both are
+within the same bounds."""
+
+
 def canonical(target: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """Return an operation without what its result does not depend on: the running statistics of a batch norm
-    in training mode and of its backward, the sizes of a bias whose gradient is not computed."""
+    in training mode and of its backward, the sizes of a bias whose gradient is not computed, and for an
+    activation's backward whether it reads the result (of an activation in place) or the operand."""
     args = tuple(args)
+    if target in _OF_RESULTS and isinstance(args[1], fx.Node):
+        made = args[1]
+        while made.target is aten.view.default:
+            made = made.args[0]                                             # type: ignore[assignment]
+        if made.target is _OF_RESULTS[target] and _form(made) == _form(args[1]):
+            more = (args[2], False) if target is aten.leaky_relu_backward.default else args[2:]
+            return target, (args[0], made.args[0], *more)
     if target is aten._native_batch_norm_legit_functional.default and args[5] is True:
         return aten._native_batch_norm_legit.no_stats, (*args[:3], *args[5:])
     if target is aten.native_batch_norm_backward.default and args[7] is True:
@@ -49,7 +63,7 @@ class Matcher:
             if node.op == "call_function" and not is_random(node):
                 equal = self._at.setdefault(_key(node, self._same), node)
             self._same[node] = equal
-            for operand in node.all_input_nodes:
+            for operand in dict.fromkeys(_operands(node)):
                 self._users.setdefault(self._same[operand], []).append(node)
 
     def same(self, node: fx.Node) -> fx.Node:

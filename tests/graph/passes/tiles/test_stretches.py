@@ -178,6 +178,22 @@ def test_a_batch_norm_ends_a_stretch() -> None:
     assert plan.variant == "tiles" and "first.weight" in plan.note and "and 2 more run in tiles" in plan.note
 
 
+@pytest.mark.parametrize("activation", [nn.LeakyReLU(0.1, inplace=True), nn.ReLU6(inplace=True)])
+def test_activations_in_place_run_in_tiles(activation: nn.Module) -> None:
+    """Also those that overwrite a view, as after an instance norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True), activation,
+                          nn.Conv2d(8, 4, 3, padding=1), nn.Sigmoid())
+    exact, x = copy.deepcopy(model).double(), torch.randn(1, 3, 32, 16)
+    wrapped = rkmate.wrap(model, (x,), budget=1.0, progress=False,
+                          settings=Settings(costs="analytic", tiles="always"))
+    assert "3.weight" in wrapped.plan.note
+    wrapped(x).square().mean().backward()
+    exact(x.double()).square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), exact.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad.double(), q[1].grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_what_is_to_be_kept_is_not_computed_in_tiles() -> None:
     with pytest.raises(rkmate.WishError, match="tiles"):
         rkmate.plan(Net(), (torch.randn(8, 3, 16, 16),), budget=0.9, progress=False,
