@@ -12,7 +12,7 @@ from rkmate.ir.cd import HOISTED, CDGraph, DNode
 from rkmate.torch_seam.nodes import sequence_number
 
 SHARE = 128
-LEAST = 1 << 12
+LEAST = 1 << 16
 """Bytes of gradients that may wait for others wherever they are made, so that a step is not cut into too many
 functions: this number, or all gradients' bytes divided by `SHARE`."""
 WORKING_SHARE = 32
