@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import rkmate
 
@@ -440,6 +441,19 @@ def test_a_mesh_that_is_not_here(on_the_path: None) -> None:
     assert "on 8 H100s" in about and len(table) == 7 and all(line.count("|") == 7 for line in table)
     gathers = [int(line.split("|")[6]) for line in table[2:4]]
     assert gathers == [7 * 2 * 2 + 2, 7 * 2 + 2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed")
+def test_ranks_with_a_budget_and_without(on_the_path: None) -> None:
+    import ranks
+
+    *_, row = ranks.table(["function"])
+    name, _, share, budget, peak, collectives, off = (cell.strip() for cell in row.strip("|").split("|"))
+    assert name == ranks.ROWS["function"].label and share == "0.7"
+    assert float(peak.removesuffix(" MiB")) <= float(budget.removesuffix(" MiB"))
+    assert (collectives, off) == ("all_reduce 4", "bits")
+    assert len({r.label for r in ranks.ROWS.values()}) >= 9 and len(ranks.PIPELINES) == 2
 
 
 def test_smallest_budgets_in_tiles(on_the_path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

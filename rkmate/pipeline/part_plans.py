@@ -11,6 +11,7 @@ from torch import fx
 
 from rkmate.graph.capture.capture import Capture, Source
 from rkmate.ir.schedule import Schedule
+from rkmate.ir.simulate import simulate
 from rkmate.pipeline.attempts import Planned, plan_of
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, prepare
 from rkmate.pipeline.solve import Solved, solve
@@ -69,7 +70,9 @@ def with_bytes_at_loss(prepared: Prepared, extra: int) -> Prepared:
     """Return the part with `extra` bytes that have to be free at the loss (`Settings.loss_bytes`)."""
     traced = prepared.blocked.traced
     traced = replace(traced, settings=replace(traced.settings, loss_bytes=extra))
-    return replace(prepared, blocked=replace(prepared.blocked, traced=traced), reserve_at_loss=extra)
+    return replace(prepared, blocked=replace(prepared.blocked, traced=traced), reserve_at_loss=extra,
+                   baseline=simulate(prepared.graph, prepared.whole, pinned=prepared.pinned,
+                                     reserve_at_loss=extra))
 
 
 @gc_pause()

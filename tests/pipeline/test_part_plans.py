@@ -1,0 +1,25 @@
+"""Plans for parts of a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rkmate.ir.simulate import simulate
+from rkmate.pipeline.part_plans import ways_of
+from rkmate.pipeline.prepare import trace
+from rkmate.pipeline.settings import Settings
+from rkmate.support.progress import Progress
+
+
+def test_the_bytes_that_other_parts_take_count_in_every_schedule() -> None:
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.GELU())))
+    traced = trace(model, (torch.randn(64, 16, requires_grad=True),), {},
+                   Settings(costs="analytic", loss_bytes=0), Progress(False))
+    ways = ways_of(traced, "rockmate", lambda blocked: 1 << 30, 0.5)
+    extra = 1 << 20
+    for number, schedule in enumerate(ways.schedules):
+        plan, prepared = (found := ways.planned(number, extra)).plan, found.prepared
+        peak = simulate(prepared.graph, plan.schedule, pinned=prepared.pinned, reserve_at_loss=extra).peak
+        assert plan.peak_bytes == peak > extra, schedule
+    assert any(s is ways.solved.prepared.whole for s in ways.schedules)
