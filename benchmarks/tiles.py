@@ -130,7 +130,7 @@ class Scan(nn.Module):
         self.step, self.both = nn.Linear(inner, inner), nn.Linear(inner, 2 * state, bias=False)
         self.decay = nn.Parameter(torch.arange(1.0, state + 1).log().expand(inner, -1).clone())
         self.leave = nn.Linear(inner, width, bias=False)
-        nn.init.constant_(self.step.bias, -5)       # short steps: the powers below stay within float32
+        nn.init.constant_(self.step.bias, -8)       # short steps: the powers below stay within float32
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         u, gate = self.enter(self.norm(x)).chunk(2, -1)
@@ -322,8 +322,8 @@ MODELS: dict[str, tuple[str, Callable[[], Made]]] = {
     "llama": ("two Llama blocks, 1 x 8192 x 256", lambda: (
         Blocks([Llama(256, 8, 1024) for _ in range(2)], F.mse_loss),
         (torch.randn(1, 8192, 256), torch.randn(1, 8192, 256)))),
-    "scan": ("two blocks of a state-space model (Mamba), 1 x 4096 x 64, in segments of 256", lambda: (
-        Blocks([Scan(64, 16, 256) for _ in range(2)], F.mse_loss),
+    "scan": ("two blocks of a state-space model (Mamba), 1 x 4096 x 64", lambda: (
+        Blocks([Scan(64, 16, 4096) for _ in range(2)], F.mse_loss),
         (torch.randn(1, 4096, 64), torch.randn(1, 4096, 64)))),
     "unet-3d-64": ("3D U-Net with group norms, 1 x 1 x 64^3", lambda: (
         UNet(3, 16, lambda c: nn.GroupNorm(4, c)), _labelled(1, 1, 64, 64, 64, classes=4, dense=True))),

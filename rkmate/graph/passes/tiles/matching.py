@@ -30,6 +30,10 @@ _OF_RESULTS = {aten.leaky_relu_backward.default: aten.leaky_relu.default,
 within the same bounds."""
 
 
+_LEFT_OUT = {*COPIES, aten.slice.Tensor}
+"""Operations that the joint graph does not have where the result has their operand's layout."""
+
+
 def canonical(target: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """Return an operation without what its result does not depend on: the running statistics of a batch norm
     in training mode and of its backward, the sizes of a bias whose gradient is not computed, and for an
@@ -98,7 +102,7 @@ class Matcher:
             there = self._at.get(_key(node, found))
             if there is None and node.target in COMMUTES:
                 there = self._at.get(_key(node, found, swapped=True))
-            if there is None and node.target in COPIES and _same_layout(node, first):
+            if there is None and node.target in _LEFT_OUT and _same_layout(node, first):
                 there = found[first]
             if there is None:
                 return False
@@ -130,7 +134,7 @@ class Matcher:
             found[node] = there
             return True
         first: Any = node.args[0] if node.args else None
-        if node.target in COPIES and there.target != node.target:
+        if node.target in _LEFT_OUT and there.target != node.target:
             return _same_layout(node, first) and self._unify(first, there, found)
         if node.target != there.target or _key(node, None) != _key(there, None):
             return False

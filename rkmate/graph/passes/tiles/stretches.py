@@ -37,6 +37,11 @@ from rkmate.torch_seam.trace import operations_of
 
 aten = torch.ops.aten
 
+_FILLED = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
+           aten.new_ones.default, aten.new_full.default}
+"""Operators whose result has its operand's form alone, and no gradient."""
+
+
 def tile_stretches(joint: Joint) -> None:
     """Note the weights of what could run in tiles; let stretches run so where that is asked for."""
     forward = [n for n in joint.graph.nodes if not is_backward(n)]
@@ -103,9 +108,12 @@ def _views_of_wholes(labels: Labels, nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _trained(joint: Joint) -> set[fx.Node]:
     sources = {s for s, _ in joint.grads}
-    first = {n for n, s in joint.sources.items() if s in sources}
-    return {n for n in (*first, *readers_of(first)) if not is_backward(n) and isinstance(
-        n.meta.get(VALUE), torch.Tensor) and n.meta[VALUE].is_floating_point()}
+    found = {n for n, s in joint.sources.items() if s in sources}
+    for node in joint.graph.nodes:
+        if node.target not in _FILLED and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return {n for n in found if not is_backward(n) and isinstance(n.meta.get(VALUE), torch.Tensor)
+            and n.meta[VALUE].is_floating_point()}
 
 
 def _rewrite(joint: Joint, plan: Plan) -> list[str] | None:

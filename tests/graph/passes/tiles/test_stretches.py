@@ -194,6 +194,33 @@ def test_activations_in_place_run_in_tiles(activation: nn.Module) -> None:
         torch.testing.assert_close(p.grad.double(), q[1].grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+class States(nn.Module):
+    """States that add up a sequence from zeros on, some for each feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.share = nn.Parameter(torch.rand(32, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        u = self.enter(x)
+        states = u.new_zeros(1, 1, 32, 1) + torch.cumsum(u.unsqueeze(-1) * self.share, 1)
+        return self.leave(torch.cat([states.tanh().sum(-1)], 1)).square().mean()
+
+
+def test_states_run_some_features_at_a_time() -> None:
+    torch.manual_seed(0)
+    model, x = States(), torch.randn(1, 64, 8)
+    exact = copy.deepcopy(model).double()
+    wrapped = rkmate.wrap(model, (x,), budget=1.0, progress=False,
+                          settings=Settings(costs="analytic", tiles="always"))
+    assert "leave.weight" in wrapped.plan.note
+    wrapped(x).backward()
+    exact(x.double()).backward()
+    for (name, p), q in zip(model.named_parameters(), exact.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad.double(), q[1].grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_what_is_to_be_kept_is_not_computed_in_tiles() -> None:
     with pytest.raises(rkmate.WishError, match="tiles"):
         rkmate.plan(Net(), (torch.randn(8, 3, 16, 16),), budget=0.9, progress=False,
