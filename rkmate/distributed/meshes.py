@@ -133,8 +133,13 @@ def estimate(plan: Plan, model: nn.Module, mesh: DeviceMesh, device: GPU | str) 
         group: Any = mesh.get_group(REPLICAS)
         ranks = dist.get_process_group_ranks(group)
         replicas = 2 * trained * (len(ranks) - 1) / len(ranks) / gpu.expected.between(ranks)
-    gathered = sum(t.bytes for t in replayed.peak_tensors
-                   if "all_gather" in t.operation and t.kind != "temporaries")
+    made: set[int] = set()
+    """Storages that were gathered, and what was made of these alone: parts of several, or another type."""
+    for c in plan.graph.computations:
+        if "all_gather" in c.operation or (c.inputs and made.issuperset(c.inputs)):
+            made.update(c.outputs)
+    gathered = sum(plan.graph.cd.d[j].size for j, kind in replayed.alive_at_peak
+                   if j in made and kind != "temporaries")
     return RankEstimate(
         dict(zip(names, mesh.shape, strict=True)), gpu.name, gpu.memory_bytes,
         sum(map(bytes_held, (*model.parameters(), *model.buffers()))), trained, ADAM_STATES * trained,

@@ -354,9 +354,11 @@ class LargerTiles:
         # What else "auto" asks may take all of its time again.
         self.method = method.default if isinstance(method, Auto) else method
         self.leaner_left_out = functools.cache(functools.partial(leaner_left_out, prepared))
-        self.lean, self.more = functools.cache(solve_lean), functools.cache(solve_more)
+        # No function here holds the object itself: it goes, with the caller's tensors, once nobody needs it.
+        lean, more, asked = functools.cache(solve_lean), functools.cache(solve_more), self.method
+        self.more = more
         self.found = functools.cache(lambda larger, limit, seconds: _whole_or_searched(
-            larger, self.method, limit, seconds, self.lean, self.more))
+            larger, asked, limit, seconds, lean, more))
 
     def of(self, plan: Plan, limit: int, *, all_options: bool = True) -> Plan:
         """Return a plan within `limit` bytes that is faster by its kernels, or the plan as it is.

@@ -22,7 +22,7 @@ HERE = "tests.cli.test_mesh:"
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False)
+        self.up, self.down = nn.Linear(512, 1024, bias=False), nn.Linear(1024, 512, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(x)))
@@ -30,7 +30,7 @@ class _Block(nn.Module):
 
 def sample() -> tuple[nn.Module, tuple[torch.Tensor]]:
     with torch.device("meta"):
-        return nn.Sequential(*(_Block() for _ in range(3))), (torch.empty(512, 256),)
+        return nn.Sequential(*(_Block() for _ in range(3))), (torch.empty(512, 512),)
 
 
 def tensor_parallel(mesh: Any) -> tuple[nn.Module, tuple[torch.Tensor]]:
@@ -42,7 +42,7 @@ def tensor_parallel(mesh: Any) -> tuple[nn.Module, tuple[torch.Tensor]]:
     return model, args
 
 
-PARAMETERS = 3 * 2 * 256 * 512 * 4
+PARAMETERS = 3 * 2 * 512 * 1024 * 4
 """Bytes of all parameters."""
 
 
@@ -82,7 +82,7 @@ def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", HERE + "sample", "--device", "h100", "--budget", "0.8", "--quiet",
                  "--mesh", "shard=8"]) == 0
     out = capsys.readouterr().out
-    assert "one of 8 ranks (shard=8) on NVIDIA H100 SXM 80 GB\n  parameters  384 KiB\n" in out
+    assert "one of 8 ranks (shard=8) on NVIDIA H100 SXM 80 GB\n  parameters  1.5 MiB\n" in out
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
