@@ -174,7 +174,7 @@ def test_every_planner_follows_wishes_or_says_that_it_does_not(planner: str) -> 
         with pytest.raises(rkmate.WishError, match="take another planner"):
             planned(tower(), 0.95, pins, planner=planner)
         return
-    plan = planned(tower(), 0.95, pins, planner=planner, planning_seconds=5.0)
+    plan = planned(tower(), 0.95, pins, planner=planner, planning_seconds=2.0)
     assert "blocks.0.up" not in at_loss(plan) and not again(plan)["blocks.2.drop"]
     assert plan.peak_bytes <= plan.budget_bytes
 
