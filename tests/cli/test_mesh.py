@@ -68,7 +68,6 @@ def test_sharded(capsys: pytest.CaptureFixture[str]) -> None:
     assert eight["exchange_seconds"] < replicas["exchange_seconds"]
 
 
-@pytest.mark.filterwarnings("ignore:.* has forward hooks")
 def test_tensor_parallel(capsys: pytest.CaptureFixture[str]) -> None:
     rank = _rank(capsys, "tensor_parallel", "dp=8,tp=2")
     assert rank["parameter_bytes"] == PARAMETERS // 2

@@ -331,7 +331,7 @@ def _assert_same_steps(losses: dict[nn.Module, Any]) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5 if not step else 0, atol=1e-6 if not step else 0)
 
 
-@pytest.mark.filterwarnings("ignore:.* has forward hooks", "ignore:the loss depends on output")
+@pytest.mark.filterwarnings("ignore:.* (has|have) forward hooks", "ignore:the loss depends on output")
 @pytest.mark.parametrize(("way", "empties"), [
     (_by_closure, True), (_by_an_object, True), (_by_itself, True), (_by_itself, False)])
 def test_tensors_that_a_forward_or_its_hooks_collect(way: Any, empties: bool) -> None:
@@ -346,7 +346,7 @@ def test_tensors_that_a_forward_or_its_hooks_collect(way: Any, empties: bool) ->
     assert call is not None and call.whole.has_plan
 
 
-@pytest.mark.filterwarnings("ignore:.* has forward hooks")
+@pytest.mark.filterwarnings("ignore:.* (has|have) forward hooks")
 def test_what_a_trace_collects_is_gone_when_it_fails() -> None:
     model = Collects()
     model.layers[2].register_forward_hook(lambda m, i, o: bool(o.sum() > 0))

@@ -165,6 +165,11 @@ _OF_HOOKS = ("their computations are part of the plan, with the tensors that the
              "and dictionaries; other effects happen only while the model is traced")
 
 
+def _places_tensors(hook: Any) -> bool:
+    """Return whether a hook is one of `parallelize_module`: it only places tensors on ranks."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor")
+
+
 def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
                               hooks_outside: bool = False) -> None:
     """Raise for what a trace would silently lose. `hooks_outside`: those of the module itself are no part of
@@ -176,6 +181,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
                            "remove them, or hook the parameters or the module's outputs")
     if global_forward_hooks():
         warn(f"there are forward hooks around every module (register_module_forward_hook): {_OF_HOOKS}")
+    hooked: list[str] = []
     for name, m in model.named_modules():
         if hooks_outside and m is model:
             continue
@@ -183,10 +189,9 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         if has_backward_hooks(m):
             raise CaptureError(f"{where} has module backward hooks, which a planned step cannot run: "
                                "remove them, or hook the parameters or the module's outputs")
-        hooks = [h for h in (*forward_hooks_of(m).values(), *forward_pre_hooks_of(m).values())
-                 if weight_made_by(h) is None and not is_observer(h)]
-        if hooks:
-            warn(f"{where} has forward hooks: {_OF_HOOKS}")
+        if not all(weight_made_by(h) is not None or is_observer(h) or _places_tensors(h)
+                   for h in (*forward_hooks_of(m).values(), *forward_pre_hooks_of(m).values())):
+            hooked.append(where)
         if type(m).__name__ == _FUSED and m.is_per_channel and not m.activation_post_process.min_val.numel():
             raise CaptureError(f"{where} is a {_FUSED} that makes a scale for each channel in its first "
                                "call, which a captured step would not repeat: call the model once before it "
@@ -197,6 +202,9 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         if _is_compiled(m):
             raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
                                 'it with backend="rkmate"')
+    if hooked:
+        others = f" and {len(hooked) - 3} others" if len(hooked) > 3 else ""
+        warn(f"{', '.join(hooked[:3])}{others} {'have' if hooked[1:] else 'has'} forward hooks: {_OF_HOOKS}")
     for value in objects_in((args, kwargs)):
         if is_dtensor(value):
             _refuse_uneven(model, value)

@@ -362,19 +362,21 @@ class _Parting:
             work = self._work(nodes, made, norms, parts)
             if work > MOST_WORK:
                 continue
-            now = fixed + own * work / parts + max(self._windows(n, work / parts) for n in nodes)
+            now = fixed + own * work / parts + max(self._inside(n, work / parts) for n in nodes)
             if now < best.bytes:
                 best = Plan(labels, nodes, parts, now, whole, len(norms) * work * own / self._all)
             if work < EXACT:
                 break
         return best
 
-    def _windows(self, node: fx.Node, share: float) -> float:
-        """Return the bytes of the windows that a convolution lays side by side for a share of its operand."""
+    def _inside(self, node: fx.Node, share: float) -> float:
+        """Return the bytes that a convolution takes inside for a share of its operand: its weight in the
+        layout of its kernel, and windows that it lays side by side."""
         if node.target is not aten.convolution.default or node not in self.labels.dims:
             return 0.0
-        dim = self.labels.dims[node]
-        return windows_bytes(node, Band(dim, 0, math.ceil(share * shape_of(node.args[0])[dim])), cut=True)
+        dim, weight = self.labels.dims[node], node.args[1]
+        assert isinstance(weight, fx.Node)
+        return bytes_of(weight) + windows_bytes(node, Band(dim, 0, math.ceil(share * shape_of(node.args[0])[dim])), cut=True)
 
     @functools.cached_property
     def _all(self) -> float:

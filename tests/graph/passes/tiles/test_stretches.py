@@ -57,6 +57,15 @@ def test_the_smallest_budget_is_met_with_the_originals_gradients(shape: tuple[in
     assert measure_peak(lambda: wrapped(x).backward()).peak <= least
 
 
+def test_weights_larger_than_their_images_run_whole() -> None:
+    """A tile would hold a weight's gradient, the sum of all tiles, and the weight in its kernel's layout."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(16),
+                          nn.Conv2d(16, 192, 3, padding=1), nn.ReLU(), nn.Conv2d(192, 192, 3, padding=1))
+    plan = rkmate.plan(model, (torch.randn(4, 3, 96, 96),), budget=1.0, progress=False,
+                       settings=Settings(tiles="always", costs="analytic"))
+    assert "0.weight" in plan.note and "5.weight" not in plan.note
+
+
 def test_what_fits_without_tiles_runs_without() -> None:
     model, x = Net(), torch.randn(8, 3, 16, 16)
     least = _smallest(model, x, replace(NEVER, costs="analytic"))
