@@ -376,7 +376,8 @@ class _Parting:
             return 0.0
         dim, weight = self.labels.dims[node], node.args[1]
         assert isinstance(weight, fx.Node)
-        return bytes_of(weight) + windows_bytes(node, Band(dim, 0, math.ceil(share * shape_of(node.args[0])[dim])), cut=True)
+        band = Band(dim, 0, math.ceil(share * shape_of(node.args[0])[dim]))
+        return bytes_of(weight) + windows_bytes(node, band, cut=True)
 
     @functools.cached_property
     def _all(self) -> float:
