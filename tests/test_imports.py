@@ -9,7 +9,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -37,19 +36,16 @@ def sources() -> dict[str, ast.Module]:
 @cache
 def imports(module: str) -> tuple[str, ...]:
     """What a module imports of the package: anywhere in it, inside functions and for types too."""
-    return tuple(_imports(module))
-
-
-def _imports(module: str) -> Iterator[str]:
+    found: list[str] = []
     for node in ast.walk(sources()[module]):
         if isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if a.name.split(".")[0] == "rkmate")
+            found += [a.name for a in node.names if a.name.split(".")[0] == "rkmate"]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{module} has a relative import"
             home = node.module or ""
             if home.split(".")[0] == "rkmate":
-                for a in node.names:
-                    yield f"{home}.{a.name}" if f"{home}.{a.name}" in sources() else home
+                found += [f"{home}.{a.name}" if f"{home}.{a.name}" in sources() else home for a in node.names]
+    return tuple(found)
 
 
 def test_every_module_has_its_room() -> None:

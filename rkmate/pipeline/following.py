@@ -257,11 +257,12 @@ def recall_named(place: Path, refused: Sequence[Refused]) -> Refused | None:
     try:
         found = next(r for r in refused if r.prepared.blocked.fingerprint == entry["fingerprint"])
         schedule, here = Schedule(tuple(map(read_step, entry["steps"]))), found.prepared
-        peak, seconds = here.peak(schedule, here.settings.calls), here.simulate(schedule).seconds
+        named, peak = int(entry["peak_bytes"]), here.peak(schedule, here.settings.calls)
+        seconds = here.simulate(schedule).seconds
+        if peak > found.limit >= named:
+            return None
         if peak > found.limit:              # operations that take more than the limit may not be measured
-            peak = max(peak, int(entry["peak_bytes"]))
-            if entry["peak_bytes"] <= found.limit:
-                return None
+            peak = max(peak, named)
         return replace(found, least=Candidate(schedule, peak, seconds, str(entry["note"])), measured=True)
     except (StopIteration, ValueError, KeyError, TypeError, IndexError, RkmateError):
         return None         # broken, edited, or of a variant that is not there: it will be replaced

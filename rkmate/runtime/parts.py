@@ -105,8 +105,7 @@ class Parts(OneBudget):
         """Whether calls of the model itself run it as it is, with plans for parts."""
         for pattern in self.named:
             if not any(fnmatchcase(n, pattern) for n, _ in model.named_modules()):
-                raise ArgumentError(f"parts names {pattern!r}, and {type(model).__name__} has no such "
-                                    "submodule")
+                raise ArgumentError(f"parts names {pattern!r}, and {self._type} has no such submodule")
         self._error: CaptureError | None = None
         self._alike: dict[object, list[Kind]] = defaultdict(list)
         """Kinds by what their submodules have in common."""
@@ -130,7 +129,6 @@ class Parts(OneBudget):
         self._followed: FollowedStep | None = None
         self._to_measure = 0
         """How many steps with plans are still to be measured, at most."""
-        self._told: set[str] = set()
 
     # -- calls ----------------------------------------------------------------------------
 

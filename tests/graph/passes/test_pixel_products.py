@@ -89,7 +89,7 @@ class Twice(nn.Module):
 
 @given(st.sampled_from(["plain", "no bias", "volumes", "frozen weight", "twice", "first"]),
        st.sampled_from([1.0, 0.9]), st.integers(0, 100))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_step_is_the_same(which: str, budget: float, seed: int) -> None:
     torch.manual_seed(seed)
     dims = 3 if which == "volumes" else 2
