@@ -303,7 +303,7 @@ def _from(node: CNode, level: int) -> Cost:
 # blocks that need no solver, and with all of them only where these may be faster.
 
 
-NEAR = 5e-3
+NEAR = 1e-2
 """A schedule that takes no more than this part of its time above the bound is taken before the options of
 blocks are solved: they could gain no more than that."""
 
