@@ -8,8 +8,9 @@ data take the path that can be traced. AOTAutograd then makes the joint graph wi
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -55,7 +56,12 @@ from rkmate.torch_seam.containers import pytree, tensors_in
 from rkmate.torch_seam.dtensor import as_dtensors, local_names, local_parameters, local_results
 from rkmate.torch_seam.modules import HOOKED, buffers_of
 from rkmate.torch_seam.nodes import VALUE, descriptor
-from rkmate.torch_seam.patches.autograd import ClosedOverError, OwnBackwardError, noting_inner_gradients
+from rkmate.torch_seam.patches.autograd import (
+    ClosedOverError,
+    OwnBackwardError,
+    note_leaves,
+    noting_inner_gradients,
+)
 from rkmate.torch_seam.patches.features import INNER, check_once
 from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW, ChecksByValue
 from rkmate.torch_seam.tensors import FakeTensor, storage_id
@@ -128,6 +134,9 @@ class Capture:
     repeats: tuple[int, ...] = ()
     """Inputs that a planned step gets once more, with the numbers after all others: the gradient of each is
     handed out as the terms of a sum, which autograd adds up with those of other users."""
+    program: str = ""
+    """The text of the exported forward, where the whole graph follows from it (`_text_of_program`); else
+    empty."""
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the graph's inputs, in order. `tensors`: those among the arguments."""
@@ -340,7 +349,7 @@ def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: d
         if not c.at:
             c.filled.repeat()
     try:
-        second, again = _capture(model, args, kwargs)
+        second, again = _capture(model, args, kwargs, first)
     except CaptureError:
         return None             # it stumbles over what the first has left
     if _text(first) != _text(second) or read_before(first.effects, first.constants.values()):
@@ -350,9 +359,25 @@ def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: d
 
 
 def _text(found: Capture) -> str:
-    constants = [(k, v.tolist()) for k, v in sorted(found.constants.items()) if v.numel() < 1000]
-    lines = [f"{n.op} {n.target} {n.args} {n.kwargs}" for n in found.graph.nodes]
-    return "\n".join([*lines, repr(constants)])
+    return _text_of(found.graph, found.constants)
+
+
+def _text_of(graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor]) -> str:
+    values = [(k, v.tolist()) for k, v in sorted(constants.items()) if v.numel() < 1000]
+    lines = [f"{n.op} {n.target} {n.args} {n.kwargs}" for n in graph.nodes]
+    return "\n".join([*lines, repr(values)])
+
+
+def _text_of_program(program: nn.Module, model: nn.Module) -> str:
+    """Return the text of an exported forward; empty unless all of its operations are torch's own. The backward
+    of others may run Python, and read what a forward has left."""
+    if not isinstance(program, torch.fx.GraphModule) or not all(
+            getattr(n.target, "namespace", "") == "aten" or n.target in (operator.getitem, note_leaves)
+            for n in program.graph.nodes if n.op.startswith("call") and (n.op == "call_function" or n.users)):
+        return ""
+    own = {f"model.{name}" for name, _ in model.named_buffers(remove_duplicate=False)}
+    return _text_of(program.graph, {name: t for name, t in program.named_buffers(remove_duplicate=False)
+                                    if name not in own})
 
 
 def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...], values: Values | None) -> Any:
@@ -401,13 +426,14 @@ def _joint_of_distributed(flat: _Flat, tensors: Sequence[torch.Tensor]) -> torch
         return export_joint(flat, tensors, WRITTEN_ANEW)
 
 
-def _capture(model: nn.Module, args: tuple[Any, ...],
-             kwargs: dict[str, Any]) -> tuple[Capture, Sequence[Assigned]]:
+def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+             known: Capture | None = None) -> tuple[Capture, Sequence[Assigned]]:
     """Return the capture of a forward that asks for no values; else, where it asks for those of its inputs,
-    buffers and constants alone, the capture for such that answer as these do."""
+    buffers and constants alone, the capture for such that answer as these do. `known`: its graph is taken
+    where the exported forward is the same."""
     before = PythonState(model)
     try:
-        return _once(model, args, kwargs, None)
+        return _once(model, args, kwargs, None, known)
     except CaptureError as error:
         cause, given = error.__cause__, take_apart((args, kwargs), result=False)[0]
         if not isinstance(error, ChecksByValue) and (
@@ -416,7 +442,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...],
         before.restore()
         with from_inputs(model, given) as values, values_are_read():
             try:
-                return _once(model, args, kwargs, values)
+                return _once(model, args, kwargs, values, known)
             except CaptureError as again:
                 if values.answered or values.questions.answered:
                     raise                   # the first obstacle is none, and there is another
@@ -426,8 +452,8 @@ def _capture(model: nn.Module, args: tuple[Any, ...],
                 raise error from cause
 
 
-def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-          values: Values | None) -> tuple[Capture, Sequence[Assigned]]:
+def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values | None,
+          known: Capture | None = None) -> tuple[Capture, Sequence[Assigned]]:
     load()          # before the contexts below replace what the import binds
     given, inputs = take_apart((args, kwargs), result=False)
     # One tensor passed twice is two inputs: another call may pass two.
@@ -441,6 +467,9 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         program = None
         try:
             program = _export(flat, tuple(tensors), values)
+            text = "" if values is not None else _text_of_program(program, model)
+            if known is not None and text and text == known.program:
+                return replace(known, effects=flat.found.effects), flat.found.assigned
             module = _joint_of_distributed(flat, tensors) if local_names() else \
                 export_joint(program, tensors, WRITTEN_ANEW)
             structure = flat.found.structure
@@ -454,7 +483,8 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     refuse_sparse(model, module.graph)
     repair_joint(module.graph)
     found = _read(module, model, program, inputs, structure, values, flat.found.outputs)
-    return replace(found, effects=flat.found.effects, looked=looked.found), flat.found.assigned
+    return (replace(found, effects=flat.found.effects, looked=looked.found, program=text),
+            flat.found.assigned)
 
 
 def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
