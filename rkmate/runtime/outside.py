@@ -124,13 +124,14 @@ class InARow:
     A step is over when the module's parameters have changed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, looks: bool) -> None:
+        """`looks`: whether it looks at all."""
         self._model = model
         self._clock = next((p for p in model.parameters() if p.requires_grad), None)
         self._version = -1
         self._calls = self._last = 0
         """Calls of this step so far, and of the one before it."""
-        self._steps = STEPS_IN_A_ROW
+        self._steps = STEPS_IN_A_ROW if looks else 0
         self._planned = 1
         self._at_start: dict[int, int] | None = None
         """Storages that were there when the step began, and their bytes; None for a step that is not looked
@@ -169,9 +170,10 @@ class InARow:
                     sum(b for k, b in start.items() if k not in now)
                 known = after.keys() | {key_of(g) for g in grads if g is not None}
                 held = sum(b for k, b in now.items() if k not in known)
-                # The plan counts what calls leave that are open at once.
-                tell(Outside(max(0, left) * (calls - planned) // (calls - 1) + held, calls=calls))
                 self._steps = 0
+                if left > LOSS_SCALARS * calls:
+                    # The plan counts what calls leave that are open at once.
+                    tell(Outside(left * (calls - planned) // (calls - 1) + held, calls=calls))
             if then is not None:
                 then(grads)
         call.begins = begins

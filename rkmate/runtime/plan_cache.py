@@ -192,7 +192,8 @@ class PlanCache:
         self._lock = threading.RLock()
         self._warned = False
         self.open_calls = OpenCalls(planning.calls_at_once, counts=planning.counts_calls)
-        self.in_a_row = InARow(self.model)
+        # Parts have a share of a known step.
+        self.in_a_row = InARow(self.model, looks=planning.settings.loss_bytes is None)
         self.new_sizes = NewSizes()
         self.reads = Reads()
         self._ranks: Ranks | None = None
@@ -456,8 +457,7 @@ class PlanCache:
             else:
                 warn_of_row(known.traced.name, seen, plan)
 
-        if self.planning.settings.loss_bytes is None:       # parts have a share of a known step
-            self.in_a_row.watch(call, self.open_calls.now, ready.compiled.device, tell)
+        self.in_a_row.watch(call, self.open_calls.now, ready.compiled.device, tell)
 
     def _for_outside(self, known: Specialization, tensors: Sequence[torch.Tensor]) -> Executable:
         """Return a plan that leaves room for what the caller makes of the outputs; where there is none, the
