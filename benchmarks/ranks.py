@@ -358,8 +358,10 @@ def of_row(row: Row, rank: int, budget: int | None) -> Seen:
     return trained(step, [p for p in model.parameters() if p.requires_grad], losses)
 
 
-def of_pipeline(name: str, rank: int, budget: float | None) -> tuple[Seen, int]:
-    """Train stages of layers: two on two ranks, or four in a zero bubble schedule. Also return the budget."""
+def of_pipeline(name: str, rank: int, budget: float | int | None) -> tuple[Seen, int]:
+    """Train stages of layers: two on two ranks, or four in a zero bubble schedule. `budget`: bytes of the one
+    stage of a rank, whose calls are counted; in a zero bubble schedule, a share of each stage's own peak.
+    Also return the budget in bytes."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
     zero = name == "zero-bubble"
@@ -369,9 +371,12 @@ def of_pipeline(name: str, rank: int, budget: float | None) -> tuple[Seen, int]:
         torch.manual_seed(k)
         models.append(nn.Sequential(*(Block(WIDTH) for _ in range(4 // count))))
     x = torch.randn(16, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
-    runs: list[Any] = models if budget is None else [rkmate.wrap(
-        m, (x[:4].clone().requires_grad_(k > 0),), budget=budget, calls=4 if zero else 2,
-        progress=False, settings=ANALYTIC) for k, m in zip(mine, models, strict=True)]
+    runs: list[Any] = models
+    if budget is not None and zero:
+        runs = [rkmate.wrap(m, (x[:4].clone().requires_grad_(k > 0),), budget=budget, calls=4, progress=False,
+                            settings=ANALYTIC) for k, m in zip(mine, models, strict=True)]
+    elif budget is not None:
+        runs = [rkmate.apply(m, budget=budget, progress=False, settings=ANALYTIC) for m in models]
     stages = [PipelineStage(run, k, count, torch.device("cpu"), input_args=(x[:4],))
               for k, run in zip(mine, runs, strict=True)]
     kind: Any = ScheduleZBVZeroBubble if zero else Schedule1F1B
@@ -391,7 +396,7 @@ def of_pipeline(name: str, rank: int, budget: float | None) -> tuple[Seen, int]:
         return now
 
     return (trained(step, [p for m in models for p in m.parameters()], losses, several=True),
-            0 if budget is None else sum(run.plan.budget_bytes for run in runs))
+            0 if budget is None else sum(run.plan.budget_bytes for run in runs) if zero else int(budget))
 
 
 def largest(value: float) -> float:
@@ -412,7 +417,8 @@ def beside(name: str, rank: int) -> str:
     own = largest(plain.peak)
     try:
         if name in PIPELINES:
-            seen, budget = of_pipeline(name, rank, share)
+            seen, budget = of_pipeline(
+                name, rank, share if name == "zero-bubble" else int(share * plain.peak))
         else:
             budget = float(int(share * own))
             seen = of_row(ROWS[name], rank, int(budget))

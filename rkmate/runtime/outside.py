@@ -6,6 +6,9 @@ number in a storage as large as its input. No plan can know before the first ste
 
 Other models may stand between the outputs and the loss (a frozen U-Net behind a ControlNet). Their memory is
 free again when the module's backward begins, so the second step measures all that is allocated in between.
+
+A step may call a module several times, one call after the other: microbatches of a pipeline. The caller may
+keep something of each call to the end of the step (its loss). A later step looks for that.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import re
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +32,7 @@ from rkmate.runtime.observed_step import key_of
 from rkmate.runtime.segments import Call, saved_by
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
+from rkmate.torch_seam.tensors import version_of
 
 USUAL = re.compile(
     r"^(Nll|LogSoftmax|Mse|SmoothL1|Huber|BinaryCrossEntropy|View|UnsafeView|ReshapeAlias|Transpose|T|Permute|"
@@ -39,6 +43,8 @@ MORE = 5, 3
 """The memory of another loss, as a ratio to that of a usual one."""
 MANY = 100
 """Operations between forward and backward that are more than a loss: other models."""
+STEPS_IN_A_ROW = 3
+"""Steps that are looked at, at most, for what finished calls leave with the caller."""
 
 
 class Outside(NamedTuple):
@@ -52,6 +58,8 @@ class Outside(NamedTuple):
     """Differentiable operations from the outputs to the loss."""
     between: BetweenMeter | None = None
     """Measures the bytes that the caller takes between forward and backward."""
+    calls: int = 1
+    """Calls of the step, one after the other, of which the caller has kept something."""
 
 
 class OutsideWatch:
@@ -108,6 +116,74 @@ class BetweenMeter:
             self._running.close()
 
 
+class InARow:
+    """Looks, in a step that calls a module more often than its plan is for, for the memory that finished
+    calls have left with the caller when the backward of the last call begins. Gradients of parameters do not
+    count.
+
+    A step is over when the module's parameters have changed.
+    """
+
+    def __init__(self, model: nn.Module, *, looks: bool) -> None:
+        """`looks`: whether it looks at all."""
+        self._model = model
+        self._clock = next((p for p in model.parameters() if p.requires_grad), None)
+        self._version = -1
+        self._calls = self._last = 0
+        """Calls of this step so far, and of the one before it."""
+        self._steps = STEPS_IN_A_ROW if looks else 0
+        self._planned = 1
+        self._at_start: dict[int, int] | None = None
+        """Storages that were there when the step began, and their bytes; None for a step that is not looked
+        at."""
+        self._before: dict[int, int] | None = None
+        """Storages that were there before the last call of the step; None before other calls."""
+
+    def begin_call(self, planned: int, device: torch.device) -> None:
+        """Count a call, before its forward. `planned`: calls before a backward that its plan is for."""
+        self._before = None
+        if self._clock is None or not self._steps:
+            return
+        version = version_of(self._clock)
+        if version != self._version:
+            self._version, self._last, self._calls, self._at_start = version, self._calls, 0, None
+            if self._last > planned:
+                self._steps -= 1
+                self._at_start = self._storages(device)
+        self._calls += 1
+        if self._at_start is not None and self._calls == self._last:
+            self._planned, self._before = planned, self._storages(device)
+
+    def watch(self, call: Call, are_open: Callable[[], Sequence[Call]], device: torch.device,
+              tell: Callable[[Outside], None]) -> None:
+        """After the forward of a call: if it is the last one of a step to look at, look when its backward
+        begins, unless other calls are open then. `tell`: gets what was found."""
+        start, before, then = self._at_start, self._before, call.begins
+        if start is None or before is None:
+            return
+        calls, planned, after = self._calls, self._planned, self._storages(device)
+
+        def begins(grads: Sequence[torch.Tensor | None]) -> None:
+            if len(are_open()) == 1:
+                now = self._storages(device)
+                left = sum(b for k, b in now.items() if k in before and k not in start) - \
+                    sum(b for k, b in start.items() if k not in now)
+                known = after.keys() | {key_of(g) for g in grads if g is not None}
+                held = sum(b for k, b in now.items() if k not in known)
+                self._steps = 0
+                if left > LOSS_SCALARS * calls:
+                    # The plan counts what calls leave that are open at once.
+                    tell(Outside(left * (calls - planned) // (calls - 1) + held, calls=calls))
+            if then is not None:
+                then(grads)
+        call.begins = begins
+
+    def _storages(self, device: torch.device) -> dict[int, int]:
+        grads = {key_of(p.grad) for p in self._model.parameters() if p.grad is not None}
+        return {key: found[0].untyped_storage().nbytes() for key, found in _found(device).items()
+                if key not in grads}
+
+
 def _found(device: torch.device) -> dict[int, list[torch.Tensor]]:
     """Return the tensors of a device by the number of their storage; without those that have none."""
     found: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -156,6 +232,8 @@ def needs_of(seen: Outside, usual: int, name: str) -> Needs | None:
     """Return the memory that a step has shown a caller to need; None if the memory of other models could not
     be measured. `usual`: bytes that are left for a loss; `name`: of the module."""
     held = max(0, seen.held - LOSS_SCALARS)
+    if seen.calls > 1:
+        return Needs(held, usual, _in_a_row(seen, name), "Let go of losses and of inputs' gradients earlier")
     if seen.between is None:
         loss = usual if seen.is_usual else of_more(usual)
         return Needs(held, loss, f"the loss that is computed from the outputs of {name} takes more than a "
@@ -173,6 +251,20 @@ def warn_of_others(name: str, usual: int) -> None:
     warn(f"more than {MANY} operations follow on the outputs of {name}: what they take comes on top of the "
          f"budget, in which {usual:,} bytes are left for a loss. Leave room for other models in a step "
          "(rkmate.Settings(loss_bytes=...))")
+
+
+def _in_a_row(seen: Outside, name: str) -> str:
+    return (f"a step calls {name} {seen.calls} times, and its caller keeps {seen.held:,} bytes of finished "
+            "calls and of the last one's loss (losses, gradients of inputs, outputs) while the last backward "
+            "runs")
+
+
+def warn_of_row(name: str, seen: Outside, plan: Plan) -> None:
+    """Warn that a step takes more than its budget, because the caller keeps something of finished calls."""
+    together = plan.peak_bytes + seen.held
+    warn(f"{_in_a_row(seen, name)}: the step takes about {together:,} bytes, and the budget is "
+         f"{plan.budget_bytes:,}. A budget that is {together - plan.budget_bytes:,} bytes smaller leaves "
+         "room for them")
 
 
 def of_more(usual: int) -> int:

@@ -44,11 +44,13 @@ from rkmate.runtime.lengths import MEMBERS, Member, NewSizes, alike, comparable,
 from rkmate.runtime.outside import (
     MANY,
     BetweenMeter,
+    InARow,
     Outside,
     OutsideWatch,
     is_over,
     needs_of,
     warn_of_others,
+    warn_of_row,
 )
 from rkmate.runtime.recorded_step import RecordedStep, check_plan
 from rkmate.runtime.segments import Call, OpenCalls, saved_by
@@ -190,6 +192,8 @@ class PlanCache:
         self._lock = threading.RLock()
         self._warned = False
         self.open_calls = OpenCalls(planning.calls_at_once, counts=planning.counts_calls)
+        # Parts have a share of a known step.
+        self.in_a_row = InARow(self.model, looks=planning.settings.loss_bytes is None)
         self.new_sizes = NewSizes()
         self.reads = Reads()
         self._ranks: Ranks | None = None
@@ -414,6 +418,7 @@ class PlanCache:
         """Look, once for each plan, at what the caller makes of the outputs of a call whose forward has
         returned, before its backward. If the plan has no room for it, the next forward is planned anew."""
         settings, plan = known.traced.settings, ready.plan
+        self._look_for_finished_calls(call, known, ready)
         if not self.planning.counts_calls or (ready.looked and not known.has_others) or self._saved or \
                 settings.calls > 1 or settings.loss_bytes is not None or not ready.compiled.outputs.are_large:
             return
@@ -438,6 +443,21 @@ class PlanCache:
             if then is not None:
                 then(grads)
         call.begins = begins
+
+    def _look_for_finished_calls(self, call: Call, known: Specialization, ready: Executable) -> None:
+        """Look, in a step with more calls than its plan is for, for what finished calls leave with the
+        caller. If the plan has no room for it, plan the next step anew where calls are counted, or warn."""
+        plan = ready.plan
+
+        def tell(seen: Outside) -> None:
+            if not is_over(seen._replace(held=seen.held - known.traced.outside), plan):
+                return
+            if self.planning.counts_calls and not self._saved and not groups_of(known.capture.graph):
+                known.outside = seen
+            else:
+                warn_of_row(known.traced.name, seen, plan)
+
+        self.in_a_row.watch(call, self.open_calls.now, ready.compiled.device, tell)
 
     def _for_outside(self, known: Specialization, tensors: Sequence[torch.Tensor]) -> Executable:
         """Return a plan that leaves room for what the caller makes of the outputs; where there is none, the

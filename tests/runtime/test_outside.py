@@ -129,3 +129,57 @@ def test_a_measurement_ends_where_no_backward_comes() -> None:
     stepping(model, other())()
     model(X)
     assert not is_profiling()
+
+
+def in_a_row(model: nn.Module, calls: int = 4) -> Callable[[], None]:
+    """A step of several calls, one after the other, whose losses stay to its end."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+
+    def step() -> None:
+        losses = []
+        for _ in range(calls):
+            losses.append(F.mse_loss(model(X), torch.zeros_like(X)))
+            losses[-1].backward()
+        optimizer.step()
+
+    return step
+
+
+def _stepped(module: nn.Module) -> int:
+    """Return the peak of a step of four calls after some, with gradients of parameters that are there."""
+    step = in_a_row(module)
+    for _ in range(4):
+        step()
+    return measure_step(module, step).peak
+
+
+def test_losses_of_finished_calls_have_room(caplog: pytest.LogCaptureFixture) -> None:
+    model, budget = net(), int(0.8 * _stepped(net()))
+    rkmate.apply(model, budget=budget, settings=rkmate.Settings(costs="analytic"), progress=False)
+    with caplog.at_level(logging.WARNING, "rkmate"):
+        peak = _stepped(model)
+    assert caplog.text.count("calls Sequential 4 times, and its caller keeps") == 1
+    assert peak <= budget
+    assert rkmate.applied(model).plan.budget_bytes <= budget - 3 * X.nbytes
+
+
+def test_losses_of_finished_calls_are_told_of_once() -> None:
+    model = rkmate.wrap(net(), (X,), budget=0.7, settings=rkmate.Settings(costs="analytic"), progress=False)
+    with pytest.warns(rkmate.RkmateWarning, match="calls Sequential 4 times") as said:
+        peak = _stepped(model)
+    text = str(said[0].message)
+    assert len(said) == 1 and f"the budget is {model.plan.budget_bytes:,}" in text
+    told = int(text.split("takes about ")[1].split(" bytes")[0].replace(",", ""))
+    assert model.plan.budget_bytes < peak <= told <= 1.1 * peak
+
+
+def test_finished_calls_that_leave_nothing_are_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+    model = rkmate.wrap(net(), (X,), budget=0.7, settings=rkmate.Settings(costs="analytic"), progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with caplog.at_level(logging.WARNING, "rkmate"):
+        for _ in range(4):
+            for k in range(3):
+                model(X * k).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not caplog.records

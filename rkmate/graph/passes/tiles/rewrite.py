@@ -85,7 +85,8 @@ def build(region: Region, nodes: Collection[fx.Node], results: Sequence[fx.Node]
         operands: Mapping[fx.Node, fx.Node] = {
             o: values[o] if o in nodes else made[o, form] for o, form in forms.items()}
         tile = Tile(graph, n, operands, forms, region.rows)
-        values[node] = emit_sum(node, tile) if node in region.sums else emit(node, region.forms[node], tile)
+        values[node] = emit_sum(node, tile, is_part=True) if node in region.sums \
+            else emit(node, region.forms[node], tile)
     graph.output(tuple(values[r] for r in results))
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:

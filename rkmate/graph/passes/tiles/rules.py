@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate import device as devices
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import record_of
 from rkmate.torch_seam.schema import OpOverload, operator_name, schema_of
@@ -447,20 +448,29 @@ def sums(node: fx.Node, rows: int) -> Forms | None:
     return None
 
 
-def emit_sum(node: fx.Node, tile: Tile) -> fx.Node:
-    """Write a tile's part of a sum, in the shape of the whole result."""
+def emit_sum(node: fx.Node, tile: Tile, *, is_part: bool = False) -> fx.Node:
+    """Write a tile's part of a sum, in the shape of the whole result. `is_part`: other parts are added to it
+    in float32. A part in half precision then stays in float32, and the sum is rounded once, as by torch's
+    kernel for the whole sum. Products do so on the CPU alone: elsewhere, those in half precision are far
+    faster."""
+    half = is_part and node.meta[VALUE].is_floating_point() and node.meta[VALUE].dtype.itemsize < 4
     if node.target is aten.mm.default:
-        return emit_same(node, WHOLE, tile)
+        if not half or not devices.of(node.meta[VALUE]).cpu_kernels:
+            return emit_same(node, WHOLE, tile)
+        a, b = (tile.call(aten._to_copy.default, tile.value[n], dtype=torch.float32)
+                for n in arguments(node)[:2])
+        return tile.call(aten.mm.default, a, b)
     base: Any = arguments(node)[0]
     shape, lead, value = shape_of(base) or (), tile.forms[base], tile.value[base]
+    kwargs: dict[str, Any] = ({"dtype": torch.float32} if half else {}) | dict(node.kwargs)
     if node.target is aten.mean.default:
-        part = tile.call(aten.sum.default, value, **node.kwargs)
+        part = tile.call(aten.sum.default, value, **kwargs)
         return tile.call(aten.div.Scalar, part, math.prod(shape))
     if node.target is aten.sum.default:
-        return tile.call(aten.sum.default, value, **node.kwargs)
+        return tile.call(aten.sum.default, value, **kwargs)
     dims = {d % len(shape) for d in arguments(node)[1] or range(len(shape))}
     left = [0, *(d - lead + 1 for d in sorted(dims) if d >= lead)]
-    part = tile.call(aten.sum.dim_IntList, value, left, **node.kwargs)
+    part = tile.call(aten.sum.dim_IntList, value, left, **kwargs)
     after = list(shape_of(node) or ())
     keep = len(arguments(node)) > 2 and bool(arguments(node)[2])
     return tile.call(aten.reshape.default, part, after) if keep else part

@@ -73,9 +73,9 @@ def _model(**kwargs: Any) -> _Classifier:
     return _Classifier(**kwargs)
 
 
-def _least(model: nn.Module, settings: Settings) -> int:
+def _least(model: nn.Module, settings: Settings, inputs: Any = None) -> int:
     with pytest.raises(rkmate.InfeasibleBudget) as info:
-        rkmate.wrap(model, _inputs(), budget=1, settings=settings, progress=False)
+        rkmate.wrap(model, inputs or _inputs(), budget=1, settings=settings, progress=False)
     return info.value.minimum_bytes
 
 
@@ -211,3 +211,24 @@ def test_under_autocast() -> None:
     expected.backward()
     torch.testing.assert_close(model.inner.head.weight.grad, reference.inner.head.weight.grad, rtol=2e-2,
                                atol=1e-4)
+
+
+@captured_once()
+def test_parts_in_half_precision_are_added_up_in_float32() -> None:
+    model, reference, exact = (
+        _model(biased=True).to(t) for t in (torch.bfloat16, torch.bfloat16, torch.float64))
+    exact.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
+    x, labels = _inputs()
+    x = x.bfloat16()
+    least = _least(model, Settings(), (x, labels))
+    with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
+        wrapped = rkmate.wrap(model, (x, labels), budget=least, progress=False)
+    run, own = wrapped(x, labels), reference(x, labels)
+    assert torch.equal(run, own)
+    for loss in (run, own, exact(x.double(), labels)):
+        loss.backward()
+    for name in ("weight", "bias"):
+        found, of_torch, true = (getattr(m.head, name).grad.double() for m in (model, reference, exact))
+        assert (found - true).norm() <= 1.02 * (of_torch - true).norm(), name
+    differ = torch.ne(model.head.weight.grad, reference.head.weight.grad)
+    assert differ.float().mean() < 0.02
