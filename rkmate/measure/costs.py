@@ -100,7 +100,7 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
     for block, text in zip(partition.blocks, texts, strict=True):
         costs.update(zip(block.c, found[text], strict=True))
     if any(n.target in (FORWARD, BACKWARD) for n in partition.program.operation):
-        runner = _Runner(partition, sources, settings, device, None if limit is None else limit(), {})
+        runner = _Runner(partition, sources, settings, device, None, {})
         with torch.no_grad(), unchanged_random_state(device), \
                 torch.autocast(device.autocast_kind, enabled=False):
             runner.hoisted(hoisted)
@@ -371,13 +371,18 @@ class _Runner:
     def opaque_bytes(self) -> dict[int, int]:
         """Measure the bytes that calls of opaque modules take in addition to their results.
 
-        They depend on values (on the rows that an expert picks), so one forward runs, on real values.
+        They depend on values (on the rows that an expert picks), so one forward runs, on real values. None of
+        these is made up again, whatever the limit: with two budgets, the calls see the same rows. In memory
+        are what the rest of the forward reads, and what one block's calls read.
         """
         meter = self.device.parts_meter()
         self.start_walk(0)
 
+        def is_opaque(i: int) -> bool:
+            return self.program.operation[i].target in (FORWARD, BACKWARD)
+
         def run(i: int) -> None:
-            if self.program.operation[i].target not in (FORWARD, BACKWARD):
+            if not is_opaque(i):
                 if i < self.cd.loss:
                     self.run(i)
             elif self._fits(i):
@@ -388,7 +393,7 @@ class _Runner:
 
         with meter.running():
             for block in self.partition.blocks:
-                self._forward(block, run, block.c)
+                self._forward(block, run, [i for i in block.c if i < self.cd.loss or is_opaque(i)])
                 self._backward(block, run)
                 self._leave(block)
         return {i: max(STATE_BYTES, peak - sum(self.cd.d[j].size for j in self.cd.c[i].outputs))

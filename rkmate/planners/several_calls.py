@@ -8,16 +8,18 @@ what a call may hold at its loss is bounded by a larger reserve there. The simul
 decides.
 
 Several modules, each with plans of its own (the parts of a model that cannot be planned as a whole): a choice
-takes the sum of what all hold, and once, the most that any of them takes on top of that while it runs. For
-each such bound, parts begin with the schedule that saves least, and the gains that cost the fewest bytes a
-second are bought first (the greedy algorithm for the linear relaxation of the multiple-choice knapsack
-problem: Sinha and Zoltners, Operations Research 27, 1979).
+takes the sum of what all hold, and once, the most that any of them takes on top of that while it runs. Where
+a step was observed, its moments tell which of them hold something while one runs: early ones, while late ones
+run, and not the reverse. For each bound on what a part takes while it runs, parts begin with the schedule
+that saves least, and the gains that cost the fewest bytes a second are bought first (the greedy algorithm for
+the linear relaxation of the multiple-choice knapsack problem: Sinha and Zoltners, Operations Research 27,
+1979).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -164,6 +166,23 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """A moment of a step: what the schedules of parts may take then is bounded."""
+
+    bytes: int
+    """What the rest of the step takes."""
+    held: Mapping[int, int]
+    """Number of an item -> how many of its calls hold what they save."""
+    running: int | None = None
+    """The item whose call runs, and takes its bytes on top; None where none does."""
+
+    def taken(self, ways: Sequence[Way]) -> int:
+        """Return the bytes at this moment, given the schedule of each item."""
+        return self.bytes + sum(n * ways[k].saved for k, n in self.held.items()) + (
+            0 if self.running is None else ways[self.running].extra)
+
+
+@dataclass(frozen=True)
 class Choice:
     """A way for each part."""
 
@@ -174,33 +193,42 @@ class Choice:
     extra: int
     """Bytes on top of that, at most."""
     seconds: float
+    left: int = 0
+    """Bytes within the limit that it never takes."""
 
     @property
     def peak(self) -> int:
-        """Bytes at once, at most."""
+        """Bytes that all parts hold, and one takes on top, at most."""
         return self.saved + self.extra
 
 
-def share_out(items: Sequence[Item], limit: int, beside: int = 0) -> Choice | None:
+def share_out(items: Sequence[Item], limit: int, beside: int = 0, moments: Sequence[Moment] = ()
+              ) -> Choice | None:
     """Choose a way for each part, the fastest together within a limit; None where no choice fits.
 
     Args:
         items: the parts.
         limit: bytes for all.
         beside: bytes that something else takes while all parts hold what they save, and none runs.
+        moments: of the step; if given, each of them keeps to the limit, and `beside` does not count.
     """
-    found = [choice for extra in _extras(items)
-             if (choice := _within(items, limit, max(extra, beside), extra)) is not None]
+    found = [choice for extra in _extras(items) if (choice := _within(
+        items, limit, moments or _together(items, max(extra, beside)), extra)) is not None]
     return min(found, key=lambda c: (c.seconds, c.peak), default=None)
 
 
-def smallest_limit(items: Sequence[Item], beside: int = 0) -> int:
+def smallest_limit(items: Sequence[Item], beside: int = 0, moments: Sequence[Moment] = ()) -> int:
     """Return the smallest limit for which `share_out` finds a choice, in bytes."""
-    def saved(item: Item, extra: int) -> int:
-        return item.calls * min(w.saved for w in item.ways if w.extra <= extra)
+    def least(extra: int) -> int:
+        ways = [i.ways[_ladder(i.ways, extra)[0]] for i in items]
+        return max(m.taken(ways) for m in moments or _together(items, max(extra, beside)))
 
-    return min((max(extra, beside) + sum(saved(i, extra) for i in items) for extra in _extras(items)),
-               default=beside)
+    return min(map(least, _extras(items)), default=beside)
+
+
+def _together(items: Sequence[Item], others: int) -> list[Moment]:
+    """The one moment at which all parts hold what they save, next to other bytes."""
+    return [Moment(others, {k: i.calls for k, i in enumerate(items)})]
 
 
 def _extras(items: Sequence[Item]) -> list[int]:
@@ -209,13 +237,15 @@ def _extras(items: Sequence[Item]) -> list[int]:
     return sorted({w.extra for i in items for w in i.ways if w.extra >= least})
 
 
-def _within(items: Sequence[Item], limit: int, reserved: int, extra: int) -> Choice | None:
+def _within(items: Sequence[Item], limit: int, moments: Sequence[Moment], extra: int) -> Choice | None:
     ladders = [_ladder(i.ways, extra) for i in items]
     taken = [0] * len(items)
-    room = limit - reserved - sum(i.calls * i.ways[ladder[0]].saved
-                                  for i, ladder in zip(items, ladders, strict=True))
-    if room < 0:
+    first = [i.ways[ladder[0]] for i, ladder in zip(items, ladders, strict=True)]
+    rooms = [limit - m.taken(first) for m in moments]
+    if min(rooms, default=0) < 0:
         return None
+    concerned = [[(number, m.held.get(k, 0), m.running == k) for number, m in enumerate(moments)
+                  if k in m.held or m.running == k] for k in range(len(items))]
     heap: list[tuple[float, int]] = []
 
     def offer(k: int) -> None:
@@ -229,16 +259,20 @@ def _within(items: Sequence[Item], limit: int, reserved: int, extra: int) -> Cho
     while heap:
         _, k = heapq.heappop(heap)
         ladder, step = ladders[k], taken[k]
-        price = items[k].calls * (items[k].ways[ladder[step + 1]].saved - items[k].ways[ladder[step]].saved)
-        if price <= room:
-            room -= price
+        now, then = items[k].ways[ladder[step]], items[k].ways[ladder[step + 1]]
+        prices = [(number, calls * (then.saved - now.saved) + runs * (then.extra - now.extra))
+                  for number, calls, runs in concerned[k]]
+        if all(price <= rooms[number] for number, price in prices):
+            for number, price in prices:
+                rooms[number] -= price
             taken[k] += 1
             offer(k)
     numbers = tuple(ladder[t] for ladder, t in zip(ladders, taken, strict=True))
     chosen = [i.ways[n] for i, n in zip(items, numbers, strict=True)]
     return Choice(numbers, sum(i.calls * w.saved for i, w in zip(items, chosen, strict=True)),
                   max((w.extra for w in chosen), default=0),
-                  sum(i.calls * w.seconds for i, w in zip(items, chosen, strict=True)))
+                  sum(i.calls * w.seconds for i, w in zip(items, chosen, strict=True)),
+                  min(rooms, default=limit))
 
 
 def _ladder(ways: Sequence[Way], extra: int) -> list[int]:

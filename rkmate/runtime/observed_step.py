@@ -29,6 +29,8 @@ _MADE = 5
 noise, sample and divergence of a latent distribution."""
 _SCALAR = 64
 """Bytes of an output that is no input of a loss, but a loss."""
+MOST = 256
+"""Calls of parts in a step whose moments are told apart, at most."""
 REST = _LOSS = 0
 """The number of what belongs to no part, and of what the caller does between forward and backward."""
 
@@ -103,13 +105,18 @@ class ObservedStep:
         self._stretch: Any = None
         self._backward: tuple[AbstractContextManager[object], int] | None = None
         """The run of the meter from the end of the forward on, and its thread."""
-        self._levels: dict[int, tuple[int, int]] = {}
-        """Of each node of the backward: what the rest held, and what gradients took when it began; and what
-        parts held."""
+        self._levels: dict[int, tuple[int, int, frozenset[int]]] = {}
+        """Of each node of the backward: what the rest held, and what gradients took when it began; what
+        parts held, and which."""
+        self._holding: frozenset[int] | None = None
+        """The calls that hold something now; None: to be found again."""
+        self._after: tuple[int, frozenset[int]] = 0, frozenset()
+        """Bytes of the rest, and the calls that hold something, when the latest outermost call returned."""
+        self._noted: dict[tuple[int, frozenset[int]], int] = {}
         self._calls: dict[int, PartCall] = {}
-        self._stretches: list[tuple[PartCall | None, int, int]] = []
-        """Stretches of the forward: the call of a part, what the rest held at the beginning, and what parts
-        held."""
+        self._stretches: list[tuple[PartCall | None, int, int, frozenset[int]]] = []
+        """Stretches of the forward: the call of a part, what the rest held at the beginning, what parts
+        held, and which."""
         self._fixed = {k for t in fixed if (k := key_of(t)) is not None}
         self._given: set[int] = set()
         """Storages that the caller holds: arguments of the outermost call."""
@@ -198,8 +205,9 @@ class ObservedStep:
             running.__exit__(type(error) if error else None, error, None)
             if error is None:
                 for number, peak in meter.peaks().items():
-                    call, level, others = self._stretches[number]
+                    call, level, others, held = self._stretches[number]
                     self.peak = max(self.peak, level + others + peak)
+                    self._note(0 if call is None else call.number, level + peak * (call is None), held)
                     if call is not None:
                         call.peak = peak
                     elif others:
@@ -211,8 +219,30 @@ class ObservedStep:
         if self._meter is not None and self._depth:
             self._stretch = self._meter.part(len(self._stretches))
             self._stretches.append((call, self._saved[REST] + self.unsaved,
-                                    self._saved.total() - self._saved[REST]))
+                                    self._saved.total() - self._saved[REST], self.holding))
             self._stretch.__enter__()
+
+    def _note(self, running: int, level: int, held: frozenset[int] | None = None) -> None:
+        """Note a moment."""
+        if self._count > MOST:
+            self._noted.clear()
+        key = running, self.holding if held is None else held
+        self._noted[key] = max(level, self._noted.get(key, 0))
+
+    @property
+    def moments(self) -> dict[tuple[int, frozenset[int]], int]:
+        """(the number of the call that runs, or 0; the calls that hold something) -> bytes of the rest, at
+        most. Empty for a step of very many calls."""
+        level, held = self._after
+        self._note(0, level + self.loss, held)
+        return {} if self._count > MOST else self._noted
+
+    @property
+    def holding(self) -> frozenset[int]:
+        """The numbers of the calls that hold something now."""
+        if self._holding is None:
+            self._holding = frozenset(number for number, size in self._saved.items() if size and number)
+        return self._holding
 
     def _end_stretch(self) -> None:
         stretch, self._stretch = self._stretch, None
@@ -249,6 +279,7 @@ class ObservedStep:
         self.between += _MADE * self.loss // 3
         self.loss = 3 * taught
         self.beside, self.alone = max(self.beside, level), max(self.alone, level)
+        self._after = level, self.holding
         self.peak = max(self.peak, self._saved.total() + self.unsaved + self.outputs)
 
     @contextmanager
@@ -263,6 +294,7 @@ class ObservedStep:
         self._calls[call.number] = call
         try:
             call.level = self._saved[REST] + self.unsaved
+            self._note(call.number, call.level)
             with self.apart():
                 self._begin_stretch(call)
                 yield call
@@ -303,6 +335,7 @@ class ObservedStep:
         if held is None:
             held = self._held[key] = Held(tensor.untyped_storage().nbytes(), self._owner(key))
             self._saved[held.owner] += held.bytes
+            self._holding = None
             if self._open and held.owner == self._open[-1].number:
                 held.call = self._open[-1]
                 held.call.saved += held.bytes
@@ -321,6 +354,7 @@ class ObservedStep:
             if not held.references:
                 del self._held[key]
                 self._saved[held.owner] -= held.bytes
+                self._holding = None
                 if held.call is not None and any(held.call is c for c in self._open):
                     held.call.saved -= held.bytes
 
@@ -424,13 +458,15 @@ class ObservedStep:
         peaks = self._meter.peaks()
         if self.backward_seen:
             self.loss = peaks.get(_LOSS, self.loss)
-        for number, (level, others) in self._levels.items():
+        for number, (level, others, held) in self._levels.items():
             level += peaks.get(number, 0)
             self.peak = max(self.peak, level + others)
             call = self._calls.get(self._owner_of[number])
             if call is not None:
                 call.backward = max(call.backward, level)
-            elif others:
+                continue
+            self._note(0, level, held)
+            if others:
                 self.alone = max(self.alone, level)
             else:
                 self.early = max(self.early, level)
@@ -450,15 +486,17 @@ class ObservedStep:
         running = _sizes(given) | _sizes(found)
         rest = self._saved[REST] + self.unsaved + self.outputs
         self._levels[number] = (rest + sum((waiting | sizes | _sizes(given)).values()),
-                                self._saved.total() - self._saved[REST])
+                                self._saved.total() - self._saved[REST], self.holding)
         if owner == REST:
             level = rest + sum((waiting | running).values())
+            self._note(REST, level)
             if self._saved.total() > self._saved[REST]:
                 self.alone = max(self.alone, level)
             else:
                 self.early = max(self.early, level)
         else:
             self.beside = max(self.beside, rest + sum(waiting.values()))
+            self._note(owner, rest + sum(waiting.values()))
         self.peak = max(self.peak, self.early, self._saved.total() + self.unsaved + self.outputs
                         + sum((waiting | sizes | running).values()))
         for (node, place), grad in zip(then, found, strict=False):

@@ -19,7 +19,7 @@ from torch import nn
 from rkmate.errors import InfeasibleBudget
 from rkmate.pipeline.part_plans import PartWays, more_ways
 from rkmate.pipeline.prepare import Traced
-from rkmate.planners.several_calls import Choice, Item, Way, share_out, smallest_limit
+from rkmate.planners.several_calls import Choice, Item, Moment, Way, share_out, smallest_limit
 from rkmate.runtime.guards import Guards
 from rkmate.runtime.plan_cache import Planning, Prototype
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
@@ -177,6 +177,9 @@ class Shared(NamedTuple):
     choice: Choice
     plans: tuple[Prototype, ...]
     """The plan of each item."""
+    extras: tuple[int, ...]
+    """Bytes on top of what it saves that a call of each item may take while it runs, apart from those that no
+    plan uses at any moment."""
     taken: int
     """Bytes of a step between the first planned part and the last, at most."""
 
@@ -220,22 +223,35 @@ class OneBudget:
             self._told.add(subject)
             warn(message)
 
-    def _shared_out(self, parts: Sequence[Part], items: Sequence[Item], rest: Rest, budget: int) -> Shared:
+    def _shared_out(self, parts: Sequence[Part], items: Sequence[Item], rest: Rest, budget: int,
+                    moments: Sequence[Moment] = ()) -> Shared:
         """Share the budget out: the fastest schedules together. Raises `InfeasibleBudget`.
 
-        `items`: calls that follow one schedule, each of the part at its place in `parts`.
+        `items`: calls that follow one schedule, each of the part at its place in `parts`. `moments`: of a
+        step; without them, all items hold what they save while any of them runs.
         """
-        beside = max(rest.beside, 0)
+        beside = 0 if moments else max(rest.beside, 0)
         alone = max(rest.alone - beside, 0)
-        choice = share_out(items, budget - beside, alone)
-        if choice is None or rest.early > budget:
-            least = max(rest.early, smallest_limit(items, alone) + beside)
+        early = 0 if moments else rest.early
+        choice = share_out(items, budget - beside, alone, moments)
+        if choice is None or early > budget:
+            least = max(early, smallest_limit(items, alone, moments) + beside)
             if self._plain_is_fallback:
                 least = min(least, rest.plain)
             raise InfeasibleBudget(self._too_large.format(
-                name=self._type, budget=budget, outside=max(rest[:3]), least=least,
+                name=self._type, budget=budget,
+                outside=max((m.bytes for m in moments), default=max(rest[:3])), least=least,
                 share=least / max(1, rest.plain), plain=rest.plain), least)
+        chosen = [item.ways[way] for item, way in zip(items, choice.ways, strict=True)]
+        spare: dict[int, int] = {}
+        for moment in moments:
+            if moment.running is not None:
+                left = budget - moment.taken(chosen)
+                spare[moment.running] = min(spare.get(moment.running, left), left)
+        extras = tuple(max(part.ways[way].extra, item.ways[way].extra) + spare.get(k, choice.left)
+                       - choice.left if moments else choice.extra
+                       for k, (part, item, way) in enumerate(zip(parts, items, choice.ways, strict=True)))
         plan_of = functools.cache(Part.prototype)
-        plans = tuple(plan_of(part, way, choice.extra)
-                      for part, way in zip(parts, choice.ways, strict=True))
-        return Shared(budget, choice, plans, beside + choice.saved + max(choice.extra, alone))
+        plans = tuple(map(plan_of, parts, choice.ways, extras))
+        taken = budget - choice.left if moments else beside + choice.saved + max(choice.extra, alone)
+        return Shared(budget, choice, plans, extras, taken)

@@ -25,7 +25,7 @@ from rkmate.graph.capture.state import BuffersAndDraws
 from rkmate.graph.capture.structure import take_apart
 from rkmate.pipeline.part_plans import ways_of, with_terms
 from rkmate.pipeline.prepare import trace
-from rkmate.planners.several_calls import Item
+from rkmate.planners.several_calls import Item, Moment
 from rkmate.runtime.followed_step import FollowedStep
 from rkmate.runtime.guards import ModuleReader, guards_of
 from rkmate.runtime.observed_step import ObservedStep
@@ -41,6 +41,7 @@ from rkmate.runtime.one_budget import (
 )
 from rkmate.runtime.part_kinds import Kind, is_worth_looking_at, kind_key
 from rkmate.runtime.plan_cache import Planning, Prototype
+from rkmate.runtime.step_moments import STEPS, SeenStep, bounds, room_for, seen
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
@@ -83,6 +84,7 @@ class Asked:
     places: Sequence[tuple[Kind, Part, nn.Module]]
     """The kind, what was captured of it, and the submodule of each item."""
     rest: Rest
+    moments: Sequence[Moment]
 
 
 class Parts(OneBudget):
@@ -113,6 +115,7 @@ class Parts(OneBudget):
         self._steps = self._inside = 0
         self._rest = Rest(0, 0, 0, 0)
         """What all observed steps have shown, at most."""
+        self._seen_steps: list[SeenStep] = []
         self._ignores = False
         """Whether the model itself runs, which is not planned by parts."""
         self._seen: set[int] = set()
@@ -342,27 +345,36 @@ class Parts(OneBudget):
             extra = max(extra, whole.extra + kind.is_checkpointed * whole.saved)
         most = max(step.peak + kept - sum(k.saved for k in kinds), beside + kept + extra)
         budget = self.planning.budget.of(most)
-        share = (budget - beside) / max(1, held)
-        if budget < held + max(alone, beside + extra):          # there is no room for all of it
+        # Gradients of several calls are added up, and wait for the last call's.
+        counts: Counter[nn.Module] = Counter()
+        for found in modules:
+            counts.update(dict(found))
+        waiting = sum(p.nbytes for m, calls in counts.items() if calls > 1
+                      for p in m.parameters() if p.requires_grad)
+        self._seen_steps = [*self._seen_steps, seen(step, [
+            k for k in self._kinds if k.observed_in == self._steps])][-STEPS:]
+        moments = bounds(self._seen_steps, [
+            (kind, m, calls) for kind, found in zip(kinds, modules, strict=True) for m, calls in found
+        ], waiting)
+        wholes = [part.whole for part, found in zip(parts, modules, strict=True) for _ in found]
+        share, fits = room_for(wholes, moments, budget) if moments else (
+            (budget - beside) / max(1, held), budget >= held + max(alone, beside + extra))
+        if not fits:
             share = min(share, FULL)
+        beside += waiting
         items: list[Item] = []
         places: list[tuple[Kind, Part, nn.Module]] = []
-        counts: Counter[nn.Module] = Counter()
         for kind, part, found in zip(kinds, parts, modules, strict=True):
             part.look(share)
             for module, calls in found:
                 items.append(Item([way.scaled(*kind.sizes_of(module)) for way in part.ways], calls))
                 places.append((kind, part, module))
-                counts[module] += calls
-        # Gradients of several calls are added up, and wait for the last call's.
-        beside += sum(p.nbytes for m, calls in counts.items() if calls > 1
-                      for p in m.parameters() if p.requires_grad)
         rest = self._rest = self._rest.together(Rest(beside, max(alone, beside), early, 0))
         if not kinds:
             self._nothing_worth(step)
             return
         self._asked, self._over, self._to_measure = Asked(
-            step, kinds, items, places, rest._replace(plain=most)), 0, MEASURED
+            step, kinds, items, places, rest._replace(plain=most), moments), 0, MEASURED
         if self._share(self._asked, budget):
             inside = {id(m) for part in self.planned for m in part.modules()}
             self.watch(m for m in unseen if id(m) not in inside and kind_key(m) not in saved
@@ -372,7 +384,8 @@ class Parts(OneBudget):
         """Share a budget out, and put plans into the parts; False where the step needs none."""
         places, most = asked.places, asked.rest.plain
         try:
-            shared = self._shared_out([part for _, part, _ in places], asked.items, asked.rest, budget)
+            shared = self._shared_out([part for _, part, _ in places], asked.items, asked.rest, budget,
+                                      asked.moments)
         except InfeasibleBudget:
             if most > budget:
                 raise
@@ -383,9 +396,9 @@ class Parts(OneBudget):
                 self._take(module)
             self.planned = []
             return False
-        followed: dict[nn.Module, list[tuple[Kind, Prototype]]] = defaultdict(list)
-        for (kind, _, module), plan in zip(places, shared.plans, strict=True):
-            followed[module].append((kind, plan))
+        followed: dict[nn.Module, list[tuple[Kind, Prototype, int]]] = defaultdict(list)
+        for (kind, _, module), plan, extra in zip(places, shared.plans, shared.extras, strict=True):
+            followed[module].append((kind, plan, extra))
         for module, mine in followed.items():
             self._put_into(module, mine, shared, sum(item.calls for item in asked.items))
         self.planned = list(followed)
@@ -491,24 +504,25 @@ class Parts(OneBudget):
                 found[id(module)] = module
         return [(m, counts.get(i, 1)) for i, m in found.items()]
 
-    def _put_into(self, module: nn.Module, found: Sequence[tuple[Kind, Prototype]], shared: Shared,
+    def _put_into(self, module: nn.Module, found: Sequence[tuple[Kind, Prototype, int]], shared: Shared,
                   calls: int) -> None:
-        """`found`: plans, each for calls of other sizes. `calls`: of all parts in a step."""
+        """`found`: plans, each for calls of other sizes, with bytes that they may take while they run.
+        `calls`: of all parts in a step."""
         take_watch_from(module)
-        extra, left = shared.choice.extra, shared.budget - shared.taken
+        extra, left = min(e for *_, e in found), shared.budget - shared.taken
         """Bytes that a part may take while it runs, and bytes that no plan uses: for calls that differ from
         the planned ones."""
         # Calls may be smaller than the one that was captured.
-        room = max(int((plan.planned.plan.budget_bytes - extra) * min(1, kind.sizes_of(module)[0]))
-                   for kind, plan in found)
+        room = max(int((plan.planned.plan.budget_bytes - own) * min(1, kind.sizes_of(module)[0]))
+                   for kind, plan, own in found)
         kind = found[0][0]
         settings = replace(self._settings(kind.taught), loss_bytes=extra + left - left // calls)
         if settings.offload is not None:
             settings = replace(settings, offload=settings.offload.part(1, calls))
         self._put(module, replace(self.planning, budget=Budget(bytes=room + extra + left),
                                   settings=settings, shared_inputs=kind.known_shared,
-                                  calls_at_once=sum(m is module for k, _ in found for m, _ in k.calls)),
-                  tuple(plan for _, plan in found), self._refused)
+                                  calls_at_once=sum(m is module for k, *_ in found for m, _ in k.calls)),
+                  tuple(plan for _, plan, _ in found), self._refused)
 
     def _refused(self, module: nn.Module, error: RkmateError) -> None:
         """A call of a part cannot be planned: it runs as it is."""
@@ -543,7 +557,8 @@ class Parts(OneBudget):
             "%s is planned by parts: %s. That is %.0f%% of the %s bytes that a step as it is keeps for its "
             "backward. The rest takes up to %s bytes, a step at most about %s bytes of the budget of %s%s",
             self._type, ", ".join(parts), 100 * planned / max(1, asked.step.kept), f"{asked.step.kept:,}",
-            f"{asked.rest.beside:,}", f"{shared.taken:,}", f"{shared.budget:,}",
+            f"{max((m.bytes for m in asked.moments), default=asked.rest.beside):,}",
+            f"{shared.taken:,}", f"{shared.budget:,}",
             f". Not planned: {why}" if why else "")
 
     def _name(self, module: nn.Module) -> str:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rkmate
 from rkmate.measure.step import measure_peak, measure_step
-from rkmate.planners.several_calls import Item, Way, share_out, smallest_limit
+from rkmate.planners.several_calls import Item, Moment, Way, share_out, smallest_limit
 from rkmate.runtime.one_budget import Watch
 from tests.options import options_of
 
@@ -77,6 +77,17 @@ class Shared(Stack):
             if x.abs().amax() > 1e9:
                 x = x.clamp(-1, 1)
         return F.cross_entropy(self.head(x), y)
+
+
+class Halving(Stack):
+    """After each layer, half of the rows are picked."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        for layer in self.layers:
+            x = layer(x)
+            x = x[x.norm(dim=1).topk(int((x[:, 0] < 1e9).sum()) // 2).indices]
+        return F.cross_entropy(self.head(x), y[:len(x)])
 
 
 class Attending(nn.Module):
@@ -265,6 +276,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Step, float, list[str]]] = {
     "one layer looks at values": (lambda: Stack([Layer(), Layer(), Looking(), Layer()]), plainly, 0.7,
                                   ["layers.0", "layers.1", "layers.3"]),
     "one layer, several calls": (lambda: Shared([Layer()]), plainly, 0.6, ["layers.0"]),
+    "layers that shrink": (lambda: Halving([Layer() for _ in range(4)]), plainly, 0.65,
+                           [f"layers.{k}" for k in range(4)]),
     "inputs that others use": (lambda: Stack([Attending(Twice()) for _ in range(3)]), plainly, 0.8,
                                [f"layers.{k}.inner" for k in range(3)]),
     "checkpointed layers are left out": (lambda: Stack([Checkpointed(32, 16) for _ in range(4)], drop=0.3),
@@ -549,6 +562,13 @@ def test_room_is_shared_out_by_what_gains_most() -> None:
     assert (found.ways, found.saved, found.extra, found.peak) == ((0, 1), 40, 5, 45)
     assert share_out(items, 45, beside=6) is not None
     assert share_out(items, 45, beside=6).ways == (0, 0)  # type: ignore[union-attr]
+    # While the first one runs, which takes much, the last one holds nothing.
+    items, in_turn = [Item([Way(2.0, 10, 60)]), Item([lean, fat])], [
+        Moment(0, {0: 1}, 0), Moment(20, {0: 1, 1: 1}, 1)]
+    assert (smallest_limit(items), smallest_limit(items, 0, in_turn)) == (80, 70)
+    found = share_out(items, 70, 0, in_turn)
+    assert found is not None
+    assert (found.ways, found.left) == ((0, 1), 0)
     best = share_out([Item([lean, fat], calls=2)], 62)
     assert best is not None
     assert (best.ways, best.seconds) == ((1,), 2.0)

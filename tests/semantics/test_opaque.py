@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import rkmate
+from rkmate.graph.capture.opaque import BACKWARD, FORWARD
+from rkmate.measure.analytic import least_bytes
 from rkmate.measure.step import measure_peak
 from rkmate.measure.temporaries import _known
+from rkmate.pipeline.prepare import block, trace, with_operation_costs
+from rkmate.support.progress import Progress
 from tests.semantics.steps import planned
 
 AUTO = rkmate.Settings(opaque="auto")
@@ -109,6 +114,18 @@ def test_memory_inside_is_measured_on_the_values_of_each_sample() -> None:
         _step(module, x)
         module.zero_grad(set_to_none=False)
         assert measure_peak(lambda: module(x).backward()).peak <= module.plan.peak_bytes
+
+
+def test_a_small_budget_sees_the_same_rows() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), TopTwo(experts=4), TopTwo(experts=4))
+    settings = replace(AUTO, trains="all")
+    traced = trace(model, (torch.randn(8, 16).repeat(8, 1),), {}, settings, Progress(False))
+    blocked = block(traced)
+    found = [[c.overhead for i, c in sorted(with_operation_costs(blocked, limit=limit).costs.items())
+              if blocked.partition.program.operation[i].target in (FORWARD, BACKWARD)]
+             for limit in (lambda blocked: least_bytes(blocked.partition), None)]
+    assert found[0] == found[1]
 
 
 def test_layers_that_are_alike_are_solved_once() -> None:
