@@ -12,6 +12,7 @@ from torch import nn
 
 import rkmate
 from rkmate.errors import CaptureError
+from rkmate.graph.capture import capture
 from rkmate.runtime.apply import planned_call_of
 from tests.semantics.steps import planned, tightest
 
@@ -155,6 +156,51 @@ class Decides(nn.Module):
 def test_a_counter_that_decides_is_refused() -> None:
     with pytest.raises(rkmate.CaptureError, match="calls"):
         planned(Decides(), torch.randn(2, 4))
+
+
+COUNTED: list[Any] = []
+"""The model whose calls `CountedGradient` reads."""
+
+
+class CountedGradient(torch.autograd.Function):
+    """Its backward multiplies by a number that the forward leaves in an attribute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * COUNTED[0].calls
+
+
+class CountedInBackward(nn.Module):
+    """Counts its calls; the forward alone is the same each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        found: torch.Tensor = CountedGradient.apply(self.layer(x))              # type: ignore[no-untyped-call]
+        return found
+
+
+def test_a_counter_that_the_backward_reads_is_refused() -> None:
+    model = CountedInBackward()
+    COUNTED[:] = [model]
+    with pytest.raises(rkmate.CaptureError, match="calls"):
+        planned(model, torch.randn(2, 4))
+
+
+def test_the_backward_of_a_forward_that_assigns_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[Any] = []
+    trace = capture.export_joint
+    monkeypatch.setattr(capture, "export_joint", lambda *given: traces.append(given) or trace(*given))
+    planned(Leaves(), torch.randn(2, 4))
+    assert len(traces) == 1
 
 
 class Scaled(nn.Module):

@@ -369,8 +369,8 @@ def _text_of(graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor]) -> st
 
 
 def _text_of_program(program: nn.Module, model: nn.Module) -> str:
-    """Return the text of an exported forward; empty unless all of its operations are torch's own. The backward
-    of others may run Python, and read what a forward has left."""
+    """Return the text of an exported forward; empty unless all of its operations are torch's own. The
+    backward of others may run Python, and read what a forward has left."""
     if not isinstance(program, torch.fx.GraphModule) or not all(
             getattr(n.target, "namespace", "") == "aten" or n.target in (operator.getitem, note_leaves)
             for n in program.graph.nodes if n.op.startswith("call") and (n.op == "call_function" or n.users)):
