@@ -37,9 +37,9 @@ from rkmate.runtime.apply import (
     take_plan_from,
     wrapped_by_parts,
 )
+from rkmate.runtime.kept_plans import Planning
 from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import PlannedModule
-from rkmate.runtime.plan_cache import Planning
 from rkmate.runtime.recorded_step import check_device
 from rkmate.runtime.sharded import is_sharded, sharded_layers
 from rkmate.settings import Chosen, Options, check_default_planner, check_no_settings_of_wrap, chosen

@@ -17,16 +17,16 @@ from torch import nn
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.refusals import flags_to_plan, refuse_data_parallelism, refuse_without_shape
 from rkmate.offload.target import Engines
-from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
-from rkmate.runtime.one_budget import Watch, take_watch_from
-from rkmate.runtime.parts import Parts
-from rkmate.runtime.plan_cache import (
+from rkmate.runtime.kept_plans import (
     REPLACED,
     Executable,
     Planning,
     Prototype,
     Specialization,
 )
+from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
+from rkmate.runtime.one_budget import Watch, take_watch_from
+from rkmate.runtime.parts import Parts
 from rkmate.runtime.sharded import Follower, Sharded, is_sharded, sharded_layers
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn

@@ -24,8 +24,9 @@ from rkmate.runtime.adapters import Adapter, Arguments, before_a_plan, run_aroun
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, Original
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
+from rkmate.runtime.kept_plans import Executable, Planning, Prototype, Specialization
 from rkmate.runtime.lengths import Lengths
-from rkmate.runtime.plan_cache import Executable, PlanCache, Planning, Prototype, Specialization
+from rkmate.runtime.plan_cache import PlanCache
 from rkmate.runtime.segments import Call
 from rkmate.show.plan import Plan
 from rkmate.stand_in import StandIn

@@ -21,7 +21,7 @@ from rkmate.pipeline.part_plans import PartWays, more_ways
 from rkmate.pipeline.prepare import Traced
 from rkmate.planners.several_calls import Choice, Item, Moment, Way, share_out, smallest_limit
 from rkmate.runtime.guards import Guards
-from rkmate.runtime.plan_cache import Planning, Prototype
+from rkmate.runtime.kept_plans import Planning, Prototype
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import compiled_call, own_call, replace_call

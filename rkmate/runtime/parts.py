@@ -28,6 +28,7 @@ from rkmate.pipeline.prepare import trace
 from rkmate.planners.several_calls import Item, Moment
 from rkmate.runtime.followed_step import FollowedStep
 from rkmate.runtime.guards import ModuleReader, guards_of
+from rkmate.runtime.kept_plans import Planning, Prototype
 from rkmate.runtime.observed_step import ObservedStep
 from rkmate.runtime.one_budget import (
     OneBudget,
@@ -40,7 +41,6 @@ from rkmate.runtime.one_budget import (
     undisturbed,
 )
 from rkmate.runtime.part_kinds import Kind, is_worth_looking_at, kind_key
-from rkmate.runtime.plan_cache import Planning, Prototype
 from rkmate.runtime.step_moments import STEPS, SeenStep, bounds, room_for, seen
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress

@@ -44,6 +44,7 @@ from rkmate.pipeline.variants import CHUNKED_LOSS, first, together
 from rkmate.planners.several_calls import Item, Way
 from rkmate.runtime.agreement import Ranks, ranks_that_share
 from rkmate.runtime.guards import Guards, guards_of
+from rkmate.runtime.kept_plans import Planning, Prototype, Specialization
 from rkmate.runtime.module import PlannedModule
 from rkmate.runtime.one_budget import (
     OneBudget,
@@ -53,7 +54,6 @@ from rkmate.runtime.one_budget import (
     is_unobserved,
     undisturbed,
 )
-from rkmate.runtime.plan_cache import Planning, Prototype, Specialization
 from rkmate.runtime.sharded_step import Observed
 from rkmate.runtime.snapshot import by_content
 from rkmate.support.progress import Progress

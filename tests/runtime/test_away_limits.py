@@ -20,7 +20,7 @@ from rkmate.offload.copies import AwayBytes
 from rkmate.offload.target import Offload
 from rkmate.planners.settings import PlannerSettings
 from rkmate.runtime.apply import planned_call_of, put_plan_into, put_plans_into_layers
-from rkmate.runtime.plan_cache import Planning
+from rkmate.runtime.kept_plans import Planning
 from rkmate.show.plan import Plan
 from tests.copying import LateEngine, use
 from tests.equality import measured_peak

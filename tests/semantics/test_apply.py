@@ -18,7 +18,7 @@ import rkmate
 from rkmate.budget import Budget
 from rkmate.pipeline.settings import Settings
 from rkmate.runtime.apply import put_plans_into_layers
-from rkmate.runtime.plan_cache import Planning
+from rkmate.runtime.kept_plans import Planning
 from tests.equality import measured_peak
 from tests.models.sample import Sample
 from tests.options import options_of

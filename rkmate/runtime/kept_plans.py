@@ -1,0 +1,132 @@
+"""What determines the plans of a module, and what is kept of each: its trace, its schedule, its code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from rkmate.budget import Budget
+from rkmate.graph.capture.capture import Capture
+from rkmate.offload.target import Engines
+from rkmate.pipeline.attempts import Planned
+from rkmate.pipeline.prepare import Traced
+from rkmate.pipeline.settings import Settings
+from rkmate.pipeline.sizes import KnownPlan
+from rkmate.runtime.executable import PlannedStep
+from rkmate.runtime.guards import Guards
+from rkmate.runtime.lengths import Member
+from rkmate.runtime.outside import Outside
+from rkmate.runtime.recorded_step import RecordedStep
+from rkmate.runtime.snapshot import HOOKS_OF_FORWARD
+from rkmate.show.plan import Plan
+from rkmate.torch_seam.modules import COMPILED_CALL
+
+REPLACED = ("forward", "__getstate__", "_replicate_for_data_parallel", COMPILED_CALL)
+"""The attributes of a module that `rkmate.apply` replaces."""
+_NODE_BYTES = 3 << 10
+"""Bytes of a node of a captured graph with its fake tensor, rounded up."""
+
+TangentMask = tuple[bool, ...]
+"""For each output, whether a gradient comes for it."""
+
+
+@dataclass(frozen=True)
+class Planning:
+    """Everything that determines how the plans of one wrapped module are made."""
+
+    budget: Budget
+    planner: str
+    settings: Settings
+    progress: bool
+    hooks_outside: bool = False
+    """Whether the hooks of the module itself run around its plan, and are no part of it."""
+    cuda_graph: bool = False
+    """Whether steps are recorded and replayed."""
+    calls_at_once: int = 1
+    """Calls before a backward whose plans, each made for one call, share a larger budget."""
+    shared_inputs: frozenset[int] = frozenset()
+    """Numbers of the tensors among the arguments that others use, too, and contribute gradients to."""
+    counts_calls: bool = False
+    """Whether later steps are planned for as many calls before a backward as were seen in one."""
+    engines: Engines | None = None
+    """Engines that copy data away, if other modules share them; None: the module's own."""
+
+
+@dataclass
+class Executable:
+    """A plan, and the code that runs it."""
+
+    plan: Plan
+    compiled: PlannedStep
+    measured: bool = False
+    """Whether a step has been measured against the prediction."""
+    known: KnownPlan | None = None
+    """Data that plans of other sizes may use."""
+    graph_nodes: int = 0
+    """Number of nodes of the graph that it runs over."""
+    recorded: RecordedStep | None = None
+    """The recorded step, if steps are recorded and one was."""
+    looked: bool = False
+    """Whether a step has looked for what the caller holds during its backward."""
+    ran: bool = False
+    """Whether a step has run as it is, before it is recorded: libraries set themselves up in it."""
+
+
+@dataclass
+class Specialization:
+    """A signature: its trace, and an executable for each tangent mask."""
+
+    traced: Traced
+    executables: dict[TangentMask, Executable] = field(default_factory=dict)
+    mask: TangentMask = ()
+    """The tangent mask that the next forward is planned for."""
+    outside: Outside = Outside()
+    """Memory that the caller was seen to use for the outputs, if a plan has no room for it."""
+    has_others: bool = False
+    """Whether the next step measures what other models take between its forward and its backward."""
+    member: Member | None = None
+    """The full capture from which other sizes are derived; None if this one was derived."""
+
+    @property
+    def bytes(self) -> int:
+        """About what it takes of the host's memory."""
+        plans = list(self.executables.values())
+        nodes = len(self.capture.graph.nodes) + sum(e.graph_nodes for e in plans)
+        return _NODE_BYTES * nodes + sum(4 * len(e.plan.source) for e in plans)
+
+    @property
+    def capture(self) -> Capture:
+        """The captured model."""
+        return self.traced.capture
+
+
+@dataclass(frozen=True, eq=False)
+class Prototype:
+    """A call that was captured and planned, of a module or of one that is like it: the plan of every equal
+    call."""
+
+    model: nn.Module
+    key: Guards
+    traced: Traced
+    planned: Planned
+    hooks_outside: bool = False
+    """Whether only the module itself has hooks, and these run around its plan."""
+
+    def fits(self, model: nn.Module, key: Guards) -> bool:
+        """Whether a call of a module has the same graph: all that a plan is specialised on is equal, except
+        which objects the submodules are, and what stands in the place of their calls."""
+        return self._is_free_of(model) and self._alike(key) == self._alike(self.key)
+
+    def _is_free_of(self, model: nn.Module) -> bool:
+        capture = self.traced.capture
+        return capture.recipe is None and (model is self.model or not (
+            capture.constants or capture.assigned or self.traced.settings.opaque))
+
+    def _alike(self, key: Guards) -> tuple[Any, ...]:
+        attributes = [(path, value) for path, value in key.attributes.content
+                      if path not in REPLACED and not path.endswith(f".{COMPILED_CALL}")
+                      and not (self.hooks_outside and path == HOOKS_OF_FORWARD)]
+        return (*key._replace(flags=None, attributes=None, values=None),  # type: ignore[arg-type]
+                key.flags.flags, attributes)
