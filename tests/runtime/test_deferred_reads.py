@@ -129,7 +129,7 @@ def test_logits_that_something_is_done_to() -> None:
 def test_under_autocast_they_are_what_autocast_makes() -> None:
     model, reference = Classifier(), Classifier()
     with torch.autocast("cpu", torch.bfloat16):
-        wrapped = rkmate.wrap(model, _inputs(), budget=1.0, settings=CHUNKED, progress=False)
+        wrapped = rkmate.wrap(model, _inputs(), budget="1MiB", settings=CHUNKED, progress=False)
         out, expected = wrapped(*_inputs()), reference(*_inputs())
     assert wrapped.plan.deferred == ("logits",)
     assert out["logits"].dtype is torch.bfloat16 and torch.equal(out["logits"], expected["logits"])
