@@ -61,6 +61,8 @@ FULL = 0.97
 """The share of what calls hold that schedules are looked for with, at most, where not all of it fits."""
 MEASURED = 3
 """The number of steps with plans that are measured at most, until one keeps to its budget."""
+REFUSED = 3
+"""The number of steps that are observed because a call had no room, at most: others keep their plans then."""
 SIZES = 4
 """The number of sizes of calls that submodules of a kind are captured for; calls of further sizes count by
 the bytes that they save."""
@@ -125,6 +127,8 @@ class Parts(OneBudget):
         self._is_planned = False
         self._again = False
         """Whether the next step is observed, and the budget shared out again."""
+        self._refusals = 0
+        """Steps that were observed because a call had no room."""
         self._asked: Asked | None = None
         """What the plans that are followed were chosen for."""
         self._over = 0
@@ -526,8 +530,8 @@ class Parts(OneBudget):
 
     def _refused(self, module: nn.Module, error: RkmateError) -> None:
         """A call of a part cannot be planned: it runs as it is."""
-        if isinstance(error, InfeasibleBudget):
-            self._again = True
+        if isinstance(error, InfeasibleBudget) and self._refusals < REFUSED and not self._again:
+            self._again, self._refusals = True, self._refusals + 1
         name = self._name(module)
         self._warn_once(name, f"a call of {name} differs from the planned ones, and runs as it is: {error}" +
                         self._again * ". The next step is observed, and the budget is shared out again")

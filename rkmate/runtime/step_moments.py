@@ -38,7 +38,8 @@ def seen(step: ObservedStep, kinds: Sequence[Kind]) -> SeenStep:
 
 def bounds(steps: Sequence[SeenStep], places: Sequence[tuple[Kind, nn.Module, int]], waiting: int
            ) -> list[Moment]:
-    """Return the moments of steps; empty if those of a step are not known.
+    """Return the moments of steps; empty if those of a step are not known. They are not, either, if a step
+    has called what is planned with other sizes, or others of its kind: no item tells what these hold.
 
     `places`: the kind and the submodule of each item that is planned, and how often that is called in a step.
     `waiting`: bytes of gradients that wait at any moment.
@@ -46,6 +47,10 @@ def bounds(steps: Sequence[SeenStep], places: Sequence[tuple[Kind, nn.Module, in
     if not all(step.moments for step in steps):
         return []
     number_of = {(id(kind), id(module)): n for n, (kind, module, _) in enumerate(places)}
+    planned = {id(x) for kind, module, _ in places for x in (kind, module)}
+    if any((id(kind), id(module)) not in number_of and not planned.isdisjoint((id(kind), id(module)))
+           for step in steps for kind, module, _ in step.calls.values()):
+        return []
     alike = {n for n, (kind, module, _) in enumerate(places) if kind.sizes_of(module) == (1.0, 1.0)}
     found: dict[tuple[int | None, frozenset[tuple[int, int]]], int] = {}
     for step in steps:

@@ -21,6 +21,7 @@ import rkmate
 from rkmate.measure.step import measure_peak, measure_step
 from rkmate.planners.several_calls import Item, Moment, Way, share_out, smallest_limit
 from rkmate.runtime.one_budget import Watch
+from rkmate.runtime.parts import REFUSED, Parts
 from tests.options import options_of
 
 X, Y = torch.randn(128, 32), torch.randint(0, 16, (128,))
@@ -369,6 +370,36 @@ def test_calls_of_other_sizes_count_as_what_they_save() -> None:
     same_steps(plain, model, plainly)
     assert planned_parts(model) == [f"layers.{k}" for k in range(4)]
     assert peak(model, plainly, 0) <= budget
+
+
+class Grows(Stack):
+    """Layers that are called with other rows in each step."""
+
+    times = 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.times += 1
+        x = self.begin(x)
+        for k, layer in enumerate(self.layers):
+            rows = len(x) // 4 + 3 * ((5 * self.times + 3 * k) % 7)
+            x = torch.cat([layer(x[:rows]), x[rows:]])
+            if x.abs().amax() > 1e9:
+                x = x.clamp(-1, 1)
+        return F.cross_entropy(self.head(x), y)
+
+
+@pytest.mark.filterwarnings("ignore:.*differs from the planned ones", "ignore:.*more than its budget")
+def test_calls_without_room_leave_the_others_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Grows([Layer() for _ in range(4)])
+    plain = copy.deepcopy(model)
+    applied(model, int(0.9 * max(peak(plain, plainly, seed) for seed in range(7))))
+    observed: list[Parts] = []
+    plan = Parts._plan
+    monkeypatch.setattr(Parts, "_plan", lambda parts, step: observed.append(parts) or plan(parts, step))
+    for seed in range(12):
+        train(model, plainly, seed)
+    assert len(observed) == 1 + REFUSED
+    assert planned_parts(model) == [f"layers.{k}" for k in range(4)]
 
 
 class Levels(Stack):
