@@ -135,8 +135,8 @@ class Capture:
     """Inputs that a planned step gets once more, with the numbers after all others: the gradient of each is
     handed out as the terms of a sum, which autograd adds up with those of other users."""
     program: str = ""
-    """The text of the exported forward, where the whole graph follows from it (`_text_of_program`); else
-    empty."""
+    """The text of the exported forward, where the whole graph follows from it (`_text_of_program`), for a
+    second trace to compare with; empty otherwise, and once the capture is complete."""
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the graph's inputs, in order. `tensors`: those among the arguments."""
@@ -321,7 +321,7 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         written = {w.place for w in effects.attributes}
         kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)
                 and (id(a.holder.__dict__), a.name) not in written]
-        found = replace(result, assigned=tuple(kept), effects=effects)
+        found = replace(result, assigned=tuple(kept), effects=effects, program="")
     finally:
         draws.restore()
         before.restore()
