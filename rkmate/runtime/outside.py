@@ -118,8 +118,8 @@ class BetweenMeter:
 
 class InARow:
     """Looks, in a step that calls a module more often than its plan is for, for the memory that finished
-    calls have left with the caller when the backward of the last call begins. Gradients of parameters do not
-    count.
+    calls have left with the caller when the backward of the last call begins: also their inputs, where each
+    call gets new ones. Gradients of parameters do not count.
 
     A step is over when the module's parameters have changed.
     """
@@ -138,8 +138,10 @@ class InARow:
         at."""
         self._before: dict[int, int] | None = None
         """Storages that were there before the last call of the step; None before other calls."""
+        self._first: set[int] = set()
+        """Storages of the first call's inputs."""
 
-    def begin_call(self, planned: int, device: torch.device) -> None:
+    def begin_call(self, planned: int, inputs: Sequence[torch.Tensor], device: torch.device) -> None:
         """Count a call, before its forward. `planned`: calls before a backward that its plan is for."""
         self._before = None
         if self._clock is None or not self._steps:
@@ -149,10 +151,12 @@ class InARow:
             self._version, self._last, self._calls, self._at_start = version, self._calls, 0, None
             if self._last > planned:
                 self._steps -= 1
-                self._at_start = self._storages(device)
+                self._at_start, self._first = self._storages(device), _keys(inputs)
         self._calls += 1
         if self._at_start is not None and self._calls == self._last:
             self._planned, self._before = planned, self._storages(device)
+            if self._at_start.keys() & _keys(inputs):         # of one batch, or the same
+                self._first = set()
 
     def watch(self, call: Call, are_open: Callable[[], Sequence[Call]], device: torch.device,
               tell: Callable[[Outside], None]) -> None:
@@ -161,11 +165,13 @@ class InARow:
         start, before, then = self._at_start, self._before, call.begins
         if start is None or before is None:
             return
-        calls, planned, after = self._calls, self._planned, self._storages(device)
+        calls, planned, first, after = self._calls, self._planned, self._first, self._storages(device)
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
             if len(are_open()) == 1:
                 now = self._storages(device)
+                for key in first & now.keys() & start.keys():
+                    del start[key]
                 left = sum(b for k, b in now.items() if k in before and k not in start) - \
                     sum(b for k, b in start.items() if k not in now)
                 known = after.keys() | {key_of(g) for g in grads if g is not None}
@@ -182,6 +188,10 @@ class InARow:
         grads = {key_of(p.grad) for p in self._model.parameters() if p.grad is not None}
         return {key: found[0].untyped_storage().nbytes() for key, found in _found(device).items()
                 if key not in grads}
+
+
+def _keys(tensors: Sequence[torch.Tensor]) -> set[int]:
+    return {key for t in tensors if (key := key_of(t)) is not None}
 
 
 def _found(device: torch.device) -> dict[int, list[torch.Tensor]]:
@@ -255,8 +265,8 @@ def warn_of_others(name: str, usual: int) -> None:
 
 def _in_a_row(seen: Outside, name: str) -> str:
     return (f"a step calls {name} {seen.calls} times, and its caller keeps {seen.held:,} bytes of finished "
-            "calls and of the last one's loss (losses, gradients of inputs, outputs) while the last backward "
-            "runs")
+            "calls and of the last one's loss (losses, inputs, their gradients, outputs) while the last "
+            "backward runs")
 
 
 def warn_of_row(name: str, seen: Outside, plan: Plan) -> None:
