@@ -20,9 +20,9 @@ class OptionSettings:
     block_limit: float = 10.0
     """Seconds of solving for one block's whole grid. After that, the solutions found so far answer the rest
     of the grid, which counts as timed out."""
-    block_iterations: int = 12_000
-    """Iterations of the simplex method for one block's whole grid, about a second. After that, as after
-    `block_limit`; which solutions are found does not depend on the machine, as it does with a clock."""
+    block_iterations: int = 4_000
+    """Iterations of the simplex method for one block's whole grid, about a third of a second. After that, as
+    after `block_limit`; which solutions are found does not depend on the machine, as it does with a clock."""
     total_limit: float = 30.0
     """Seconds of solving for all blocks of a model, on all cores. Each block gets at most its share of the
     time that is left when its turn comes."""

@@ -213,13 +213,37 @@ class _Runner:
         leaving = self.partition.cuts[block.index + 1]
         if asked and self.metering:
             self._meter(block)
-        elif asked and any(self.timings.wanted(self.keys[part]) for i in block.c
-                           for part in (i, *self._others(i)) if part in self.keys):
-            self._forward(block, self.run_timed, block.c)
-            self._backward(block, self.run_timed)
+        elif asked and self._is_wanted(block):
+            for _ in range(self.settings.repeats):
+                if self._is_wanted(block):
+                    self._begin(block.c[:block.graph.loss])
+                    self._forward(block, self.run_timed, block.c)
+                    self._begin(block.c[block.graph.loss:])
+                    self._backward(block, self.run_timed)
+                    self.timings.next_run()
         elif any(self._chooses(j) for i in block.c for j in self.cd.c[i].outputs if j in leaving):
             self._forward(block, self.run, block.c[:block.graph.loss])
         self._leave(block)
+
+    def _is_wanted(self, block: Block) -> bool:
+        """Return whether an operation of a block is still to be timed in this pass."""
+        return any(self.timings.wanted(self.keys[part]) for i in block.c
+                   for part in (i, *self._others(i)) if part in self.keys)
+
+    def _begin(self, nodes: Sequence[int]) -> None:
+        """Before the forward or the backward of a block: make up what it reads, and empty the caches."""
+        if self.caches is None or not nodes:
+            return
+        made = {j for i in nodes for j in self.cd.c[i].outputs}
+        for j in sorted({j for i in nodes for j in self.cd.c[i].inputs} - made - self.values.keys()):
+            if self.limit is None or self._level() + self.cd.d[j].size <= self.limit:
+                self._held(j)
+        self._empty_caches(nodes[0])
+
+    def _empty_caches(self, i: int) -> None:
+        """Empty the caches but for what was made just before a C node."""
+        if self.caches is not None:
+            self.caches.empty([self.values[j] for j in made_just_before(self.cd, i) if j in self.values])
 
     def _leave(self, block: Block) -> None:
         """Let go of the values that no later block reads."""
@@ -407,19 +431,14 @@ class _Runner:
         self._make_places(i)
         for other in self._alternatives(i).values():
             if self.timings.wanted(other[1]):
-                self.timings.time(*other, self._before(i))
+                self._empty_caches(i)
+                self.timings.time(*other)
+                self._empty_caches(i)
         call, self.keys[i] = self._prepared(i)
         if self.timings.wanted(self.keys[i]):
-            self._keep(i, self.timings.time(call, self.keys[i], self._before(i)))
+            self._keep(i, self.timings.time(call, self.keys[i]))
         elif not self._passed_over(i):
             self._keep(i, call())
-
-    def _before(self, i: int) -> Callable[[], None] | None:
-        """Return a function that brings the caches into the state in which a C node finds them."""
-        if self.caches is None:
-            return None
-        return functools.partial(self.caches.empty, [
-            self.values[j] for j in made_just_before(self.cd, i) if j in self.values])
 
     def _passed_over(self, i: int) -> bool:
         """Return whether an operation takes long, and makes no choices: then what it makes is made up."""

@@ -111,11 +111,19 @@ class Timings:
         self._runs: Mapping[Any, int] = {}
         self._spent = 0.0
         self._number = 0
+        self._pass: dict[Any, list[float]] = {}
+        """Runs of this pass."""
         self._done: set[Any] = set()
+        """Keys of what was timed in this run of a block."""
 
     def start_pass(self, number: int) -> None:
-        """Start a pass, in which each operation may be timed once more. `number`: counted from 0."""
+        """Start a pass over the blocks. `number`: counted from 0."""
         self._number = number
+        self._pass.clear()
+        self._done.clear()
+
+    def next_run(self) -> None:
+        """Start another run of a block in the same pass, in which each operation may be timed once more."""
         self._done.clear()
 
     def share(self, step: float, often: Counter[Any]) -> None:
@@ -134,8 +142,9 @@ class Timings:
         return median(self._timed[key]) if key in self._timed else self._first[key]
 
     def wanted(self, key: Any) -> bool:
-        """Return whether an operation is still to be timed in this pass."""
-        return key not in self._done and self._repeats(key) > 0
+        """Return whether an operation is still to be timed now: equal ones share its runs."""
+        return key not in self._done and len(self._pass.get(key, ())) < self._repeats(key) and \
+            sum(self._pass.get(key, ())) < self._settings.enough_seconds
 
     def clock(self, call: Callable[[], Any], key: Any) -> Any:
         """Run an operation for another reason, with a clock as a first estimate; its result."""
@@ -148,18 +157,11 @@ class Timings:
         self._spent += seconds
         return result
 
-    def time(self, call: Callable[[], Any], key: Any, before: Callable[[], object] | None = None) -> Any:
-        """Time an operation as often as this pass has runs for it; its result. `before`: called before each
-        run."""
-        times: list[float] = []
-        result = None
-        while len(times) < self._repeats(key) and sum(times) < self._settings.enough_seconds:
-            result = None                # freed before the call, as its memory may serve again
-            if before is not None:
-                before()
-            seconds, result = self._device.timed(call)
-            times.append(seconds)
-        self._timed.setdefault(key, []).extend(times)
+    def time(self, call: Callable[[], Any], key: Any) -> Any:
+        """Time an operation once; its result."""
+        seconds, result = self._device.timed(call)
+        self._timed.setdefault(key, []).append(seconds)
+        self._pass.setdefault(key, []).append(seconds)
         self._done.add(key)
         return result
 

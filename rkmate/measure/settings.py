@@ -14,7 +14,7 @@ class MeasureSettings:
     """Number of passes over the blocks. A disturbance of a second or two then affects only one of an
     operation's runs."""
     repeats: int = 2
-    """Timed runs of an operation in each pass, at most."""
+    """Runs of a block in each pass, in which each operation is timed once, at most."""
     enough_seconds: float = 0.05
     """An operation that has been timed for this many seconds is not repeated further in a pass."""
     share: float = 0.4
@@ -25,5 +25,6 @@ class MeasureSettings:
     least_seconds: float = 3.0
     """Seconds that the runs may always take."""
     cold: bool | None = None
-    """Flush the CPU caches before each timed run, except for the outputs of the preceding operations, to
-    reproduce what an operation finds in a real step. None: if a step produces more than the caches hold."""
+    """Flush the CPU caches before each run of a block's forward or backward, except for the outputs of the
+    preceding operations, to reproduce what an operation finds in a real step. None: if a step produces more
+    than the caches hold."""

@@ -37,15 +37,15 @@ class Fills(TorchDispatchMode):
 @pytest.mark.parametrize(("cold", "cache_bytes", "emptied"), [
     (None, 2**10, True), (None, 2**30, False), (True, 2**30, True), (False, 2**10, False),
     (None, 0, False), (True, 0, False)])
-def test_caches_are_emptied_before_each_timed_run_of_a_large_step(
+def test_caches_are_emptied_before_each_half_of_a_block_of_a_large_step(
         cold: bool | None, cache_bytes: int, emptied: bool) -> None:
     traced = trace(MODEL, (X,), {}, Settings(), Progress(False))
     blocked = block(traced)
     with FakeDevice(cache_bytes=cache_bytes) as device, Fills() as fills:
         measure(blocked.partition, blocked.texts, traced.tensors, CostMemory(None),
-                MeasureSettings(cold=cold), step_bytes=2**20)
+                MeasureSettings(cold=cold, passes=3, repeats=1), step_bytes=2**20)
     assert device.calls > 0
-    assert fills.count == (device.calls if emptied else 0)
+    assert fills.count == (3 * 2 * len(set(blocked.texts)) if emptied else 0)
 
 
 def test_costs_of_both_kinds_are_remembered_apart() -> None:

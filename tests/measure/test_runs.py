@@ -35,6 +35,14 @@ def test_the_allowance_is_kept(allowance: float) -> None:
     assert max(found.values()) == 6
 
 
+def _time(timings: Timings) -> None:
+    """Time an operation in a pass, as often as is wanted."""
+    while timings.wanted("op"):
+        timings.time(lambda: None, "op")
+        assert not timings.wanted("op")
+        timings.next_run()
+
+
 def _runs(monkeypatch: pytest.MonkeyPatch, seconds: float, step: float, often: int = 1) -> list[int]:
     """Timed runs in each pass of one operation that takes so long."""
     clock = iter(range(1000))
@@ -47,8 +55,7 @@ def _runs(monkeypatch: pytest.MonkeyPatch, seconds: float, step: float, often: i
         for number in range(2):
             timings.start_pass(number)
             before = device.calls
-            while timings.wanted("op"):
-                timings.time(lambda: None, "op")
+            _time(timings)
             counts.append(device.calls - before)
         assert timings.seconds("op") == seconds
     return counts
@@ -76,6 +83,5 @@ def test_the_median_of_all_passes_counts(passes: int, seconds: tuple[float, ...]
         timings.clock(lambda: None, "op")               # which counts only where nothing is timed
         for number in range(passes):
             timings.start_pass(number)
-            while timings.wanted("op"):
-                timings.time(lambda: None, "op")
+            _time(timings)
         assert timings.seconds("op") == counts
