@@ -22,6 +22,7 @@ import torch
 
 from rkmate.device.events import give_way_by
 from rkmate.device.protocol import MeterError, PartsMeter
+from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.tensors import storage_id
 
@@ -157,8 +158,9 @@ class ObservedStep:
         self.loss = 0
         """Bytes that a loss takes that is computed from what the latest outermost call returns: three times
         the outputs, until it was measured."""
-        self.between = 0
-        """Bytes that the caller makes of what the earlier ones return, and keeps."""
+        self.between = LOSS_SCALARS
+        """Bytes that the caller makes of what is returned, and keeps: a loss's numbers, and more of results
+        that other calls follow."""
         self.kept = 0
         """Bytes that are kept for the backward, at most."""
         self.peak = 0
