@@ -154,6 +154,10 @@ ADAPTERS = (
     adapted("trainable tokens", "TrainableTokensConfig", {
         "token_indices": [5, 6, 7], "target_modules": ["embed_tokens"]}),
     adapted("miss", "MissConfig", {"r": 4, **TARGETS}),
+    adapted("c3a", "C3AConfig", {"block_size": 8, **TARGETS}),
+    adapted("road", "RoadConfig", {"group_size": 8, **TARGETS}),
+    adapted("delora", "DeloraConfig", {"r": 4, **TARGETS}),
+    adapted("gralora", "GraloraConfig", {"r": 4, "gralora_k": 2, **TARGETS}),
 )
 DIFFUSION = (
     denoised("flux", "FluxTransformer2DModel", {
@@ -175,6 +179,18 @@ DIFFUSION = (
         "use_additional_conditions": False}, lambda: {
             "hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 16),
             "timestep": torch.tensor([3, 5])}),
+    denoised("sana", "SanaTransformer2DModel", {
+        "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16,
+        "num_layers": 2, "num_cross_attention_heads": 2, "cross_attention_head_dim": 16,
+        "cross_attention_dim": 32, "caption_channels": 16, "sample_size": 16}, lambda: {
+            "hidden_states": torch.randn(2, 4, 16, 16), "encoder_hidden_states": torch.randn(2, 6, 16),
+            "timestep": torch.tensor([3, 5])}),
+    denoised("ltx", "LTXVideoTransformer3DModel", {
+        "in_channels": 8, "out_channels": 8, "num_attention_heads": 2, "attention_head_dim": 16,
+        "cross_attention_dim": 32, "num_layers": 2, "caption_channels": 16}, lambda: {
+            "hidden_states": torch.randn(2, 32, 8), "encoder_hidden_states": torch.randn(2, 6, 16),
+            "timestep": torch.tensor([3, 5]), "encoder_attention_mask": torch.ones(2, 6).bool(),
+            "num_frames": 2, "height": 4, "width": 4}),
 )
 
 

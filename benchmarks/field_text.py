@@ -12,6 +12,8 @@ STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_gr
           "mamba_chunk_size": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
           "qk_nope_head_dim": 8, "v_head_dim": 8}
+WINDOWS = {"head_dim": 8, "sliding_window": 8,
+           "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 
 BATCHES.update({
     "continued": lambda: {"past_values": [torch.randn(32), torch.randn(24)],
@@ -56,7 +58,18 @@ ROWS: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
         **DECODER, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, "labelled", 0.6),
     ("diffllama", "DiffLlamaForCausalLM", "DiffLlama", DECODER, "labelled", 0.6),
     ("nemotron", "NemotronForCausalLM", "Nemotron", DECODER, "labelled", 0.6),
+    ("gemma4", "Gemma4ForCausalLM", "Gemma4Text", {
+        **DECODER, **WINDOWS, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": WORDS},
+     "labelled", 0.6),
+    ("gemma4 moe", "Gemma4ForCausalLM", "Gemma4Text", {
+        **DECODER, **WINDOWS, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4,
+        "top_k_experts": 2, "moe_intermediate_size": 32}, "labelled", 0.6),
+    ("nanochat", "NanoChatForCausalLM", "NanoChat", DECODER, "labelled", 0.6),
     # State spaces, recurrences.
+    ("qwen3.5", "Qwen3_5ForCausalLM", "Qwen3_5Text", {
+        **DECODER, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"]}, "labelled", 0.6),
     ("falcon h1", "FalconH1ForCausalLM", "FalconH1", {**DECODER, **STATES, "mamba_d_ssm": 64},
      "labelled", 0.6),
     ("bamba", "BambaForCausalLM", "Bamba", {**DECODER, **STATES, "attn_layer_indices": [1]},
@@ -81,6 +94,9 @@ ROWS: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
         **TEXT, "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 2, "chunk_size": 8,
         "use_cache": False}, "labelled", 0.6),
     # Encoders, and encoders with decoders.
+    ("esm", "EsmForMaskedLM", "Esm", {
+        **ENCODER, "mask_token_id": 3, "position_embedding_type": "rotary", "token_dropout": True},
+     "padded", 0.6),
     ("funnel", "FunnelForSequenceClassification", "Funnel", {
         "vocab_size": WORDS, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64,
         "block_sizes": [1, 1, 1], "num_decoder_layers": 1}, "sentence", 0.6),

@@ -125,11 +125,13 @@ class Again(NamedTuple):
             finally:
                 for buffer, value in zip(self.buffers, before, strict=True):
                     buffer.data.copy_(value)        # no new version: what was saved for a backward stands
-        targets = {k: tensors[t] if isinstance(t, int) else t for k, t in self.targets.items()}
+        targets = {k: tensors[t] if isinstance(t, int) else t for k, t in self.targets.items()
+                   if not isinstance(t, int) or t < len(tensors)}
         numbers = list(given)
-        found = torch.autograd.grad([outputs[n] for n in numbers], list(targets.values()),
+        grads = torch.autograd.grad([outputs[n] for n in numbers], list(targets.values()),
                                     [given[n] for n in numbers], create_graph=True, allow_unused=True)
-        return dict(zip(targets, found, strict=True))
+        found = dict(zip(targets, grads, strict=True))
+        return {k: found.get(k) for k in self.targets}      # an argument that is given twice: once, and None
 
 
 # -- Executables -----------------------------------------------------------------------------------

@@ -82,6 +82,12 @@ class Specialization:
     executables: dict[TangentMask, Executable] = field(default_factory=dict)
     mask: TangentMask = ()
     """The tangent mask that the next forward is planned for."""
+    took: TangentMask = ()
+    """The tangent mask of the latest call's loss, as far as it has come; empty before that is looked at."""
+    latest: tuple[TangentMask, ...] = ()
+    """The tangent masks of the two losses before that."""
+    following: dict[tuple[TangentMask, ...], TangentMask] = field(default_factory=dict)
+    """The tangent mask that came after two others, the time before."""
     outside: Outside = Outside()
     """Memory that the caller was seen to use for the outputs, if a plan has no room for it."""
     has_others: bool = False
@@ -95,6 +101,16 @@ class Specialization:
         plans = list(self.executables.values())
         nodes = len(self.capture.graph.nodes) + sum(e.graph_nodes for e in plans)
         return _NODE_BYTES * nodes + sum(4 * len(e.plan.source) for e in plans)
+
+    def next_mask(self) -> TangentMask:
+        """Return the tangent mask to plan a forward for, when the backward of the one before is over. Losses
+        that take turns (a step for one output, the next for another) come as they did the time before."""
+        if self.took:
+            self.following[self.latest] = self.took
+            self.latest = (*self.latest, self.took)[-2:]
+            self.mask = self.following.get(self.latest, self.mask)
+        self.took = self.mask
+        return self.mask
 
     @property
     def capture(self) -> Capture:

@@ -8,6 +8,7 @@ saved, temporary memory inside of operations, and what a backward computes again
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections import Counter, defaultdict
@@ -21,6 +22,7 @@ import torch
 
 from rkmate.device.events import give_way_by
 from rkmate.device.protocol import MeterError, PartsMeter
+from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.tensors import storage_id
 
@@ -31,6 +33,8 @@ _SCALAR = 64
 """Bytes of an output that is no input of a loss, but a loss."""
 MOST = 256
 """Calls of parts in a step whose moments are told apart, at most."""
+MORE = 8
+"""Calls from outside after a step's first backward, at most, while results of earlier calls are held."""
 REST = _LOSS = 0
 """The number of what belongs to no part, and of what the caller does between forward and backward."""
 
@@ -139,6 +143,8 @@ class ObservedStep:
         self._owner_of: dict[int, int] = {}
         self._of_node = iter(range(1, 1 << 62))
         self.backward_seen = False
+        self._more = 0
+        """Calls from outside after the first backward."""
         self.unsaved = 0
         """Bytes of arguments of parts that the rest has made, and that nothing saves."""
         self.outputs = 0
@@ -152,8 +158,9 @@ class ObservedStep:
         self.loss = 0
         """Bytes that a loss takes that is computed from what the latest outermost call returns: three times
         the outputs, until it was measured."""
-        self.between = 0
-        """Bytes that the caller makes of what the earlier ones return, and keeps."""
+        self.between = LOSS_SCALARS
+        """Bytes that the caller makes of what is returned, and keeps: a loss's numbers, and more of results
+        that other calls follow."""
         self.kept = 0
         """Bytes that are kept for the backward, at most."""
         self.peak = 0
@@ -362,6 +369,15 @@ class ObservedStep:
     def is_inside_part(self) -> bool:
         """Whether a part is running."""
         return bool(self._open)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is held, or held by what no backward seems to come to: after the first backward, a
+        step may go on with results of earlier calls (a generator's, a slope that is penalised)."""
+        self._more += 1
+        if not self.is_empty:
+            gc.collect()                        # what only a circle of references holds
+        return self.is_empty or self._more > MORE
 
     @property
     def is_empty(self) -> bool:

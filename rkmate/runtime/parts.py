@@ -191,7 +191,7 @@ class Parts(OneBudget):
             return call(*args, **kwargs)
         self._seen.add(id(module))
         if not self._inside:                    # by a method of the model, or by whoever holds the submodule
-            self._next_step()
+            self._next_step(may_go_on=True)
             if not isinstance(compiled_call(module), Watch):
                 return module(*args, **kwargs)  # planned now
         if self._is_planned:                    # it was in no step before: the next one is observed
@@ -292,8 +292,9 @@ class Parts(OneBudget):
 
     # -- steps ----------------------------------------------------------------------------
 
-    def _next_step(self) -> None:
-        """Before a call from outside: plan what was observed, where its backward was."""
+    def _next_step(self, may_go_on: bool = False) -> None:
+        """Before a call from outside: plan what was observed, where its backward was. `may_go_on`: whether
+        results of earlier calls may wait for another backward (a generator's, after a discriminator's)."""
         step = self._step
         if step is not None and not self._inside:
             step.finish()
@@ -308,7 +309,7 @@ class Parts(OneBudget):
             return
         if step is None:
             self._measure_followed()
-        elif step.backward_seen:
+        elif step.backward_seen and (not may_go_on or step.is_over):
             self._step = None
             self._plan(step)
         elif step.is_empty:             # its results were dropped
@@ -326,8 +327,7 @@ class Parts(OneBudget):
         saved = {key: sum(k.saved for k in alike) for key, alike in self._alike.items() if alike}
         kinds = [k for k in self._kinds if k.part is not None and k.calls and k.taught
                  and (saved[k.key] >= WORTH * step.kept or k.is_checkpointed)]
-        left = sum(k.saved for k in self._kinds if k not in kinds)
-        left += step.between
+        left = step.between + sum(k.saved for k in self._kinds if k not in kinds)
         beside, alone, early = step.beside + left, step.alone + left + step.loss, step.early
         first = min((call.number for k in kinds for _, call in k.calls), default=0)
         for call in (call for k in self._kinds if k not in kinds for _, call in k.calls):
@@ -556,11 +556,11 @@ class Parts(OneBudget):
             several = f" to {names[-1]}, {len(names)} in all" if len(names) > 1 else ""
             parts.append(f"{names[0]}{several} ({mine[0][0].name})")
         why = "; ".join(dict.fromkeys(f"{k.name}: {k.why}" for k in self._kinds if k.why))
-        planned = sum(k.saved for k in asked.kinds)
+        kept = max(asked.step.kept, sum(k.saved for k in self._kinds))
         logger.warning(
             "%s is planned by parts: %s. That is %.0f%% of the %s bytes that a step as it is keeps for its "
             "backward. The rest takes up to %s bytes, a step at most about %s bytes of the budget of %s%s",
-            self._type, ", ".join(parts), 100 * planned / max(1, asked.step.kept), f"{asked.step.kept:,}",
+            self._type, ", ".join(parts), 100 * sum(k.saved for k in asked.kinds) / max(1, kept), f"{kept:,}",
             f"{max((m.bytes for m in asked.moments), default=asked.rest.beside):,}",
             f"{shared.taken:,}", f"{shared.budget:,}",
             f". Not planned: {why}" if why else "")

@@ -262,7 +262,8 @@ class PlanCache:
             return self._for_calls_seen(known, tensors, calls)
         if known.outside != Outside() and not self.open_calls.now():
             return self._for_outside(known, tensors)
-        mask = known.mask
+        settled = len(known.executables) < 2 or self.open_calls.now()
+        mask = known.mask if settled else known.next_mask()
         found = known.executables.get(mask)
         if found is None:
             with planning_lock:
@@ -419,6 +420,7 @@ class PlanCache:
         mask = tuple(i in given for i in range(len(planned)))
         narrower = all(b for a, b in zip(mask, planned, strict=True) if a)
         known.mask = mask if narrower else tuple(a or b for a, b in zip(mask, planned, strict=True))
+        known.took = mask
         with planning_lock, torch.enable_grad():
             found = known.executables.get(mask)
             if found is None:

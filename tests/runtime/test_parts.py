@@ -225,6 +225,20 @@ def by_methods(model: Any) -> torch.Tensor:
     return F.mse_loss(model.decode(z + 0.1 * torch.randn_like(z)), X)
 
 
+def penalised(model: Any) -> torch.Tensor:
+    """A slope of a part, which hands out the gradient of its argument as the terms of a sum."""
+    x = X.clone().requires_grad_()
+    slope, = torch.autograd.grad(model.encode(x).sum(), x, create_graph=True)
+    return by_methods(model) + slope.square().mean()
+
+
+def against_each_other(model: Any) -> torch.Tensor:
+    """A discriminator with a backward of its own, twice, and the generator through it."""
+    made = model.decode(torch.randn(128, 8))
+    (F.softplus(-model.encode(X)).mean() + F.softplus(model.encode(made.detach())).mean()).backward()
+    return F.softplus(-model.encode(made)).mean()
+
+
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
     torch.manual_seed(0)
@@ -521,6 +535,23 @@ def test_a_step_with_plans_that_is_over_its_budget(share: float, caplog: pytest.
             for w in warned] == [True] * (share == 0.9)
     assert (found <= int(0.7 * whole)) == (share == 0.3)
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*create_graph:rkmate.RkmateWarning")
+@pytest.mark.parametrize(("step", "share"), [(penalised, 0.9), (against_each_other, 0.6)])
+def test_a_step_of_several_backwards(step: Step, share: float) -> None:
+    """Results of a call that wait for a later backward belong to the same step."""
+    model = Coder()
+    plain = copy.deepcopy(model)
+    whole = max(peak(plain, step, seed) for seed in range(2))
+    plain = copy.deepcopy(model)
+    applied(model, int(share * whole))
+    for seed in range(3):
+        expected, found = train(plain, step, seed), train(model, step, seed)
+        for name in ("loss", "draws", *(n for n, _ in model.named_parameters())):
+            torch.testing.assert_close(found[name], expected[name])
+    assert planned_parts(model) == ["encoder", "decoder"]
+    assert step is penalised or max(peak(model, step, seed) for seed in range(2)) <= int(share * whole)
 
 
 def test_named_parts_and_never() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -140,6 +141,21 @@ def test_every_public_call_takes_it(x: torch.Tensor) -> None:
         with mock.patch.object(PlannedStep, "again", side_effect=AssertionError("a second forward")):
             both(copied(x)).backward()
         assert copied.plan.schedule == plan.schedule
+
+
+def test_losses_that_take_turns_have_a_plan_each(x: torch.Tensor) -> None:
+    """Two steps for one head, one for the other: once that is known, no forward runs a second time."""
+    model = Segmenter(depth=1)
+    module = planned(model, x)
+    turns = [lambda out: out["out"].square().sum(), lambda out: out["out"].square().sum(),
+             lambda out: out["aux"][0].square().sum()]
+    with warnings.catch_warnings(), mock.patch.object(PlannedStep, "again", autospec=True,
+                                                      side_effect=PlannedStep.again) as again:
+        warnings.filterwarnings("ignore", "the loss depends on output", rkmate.RkmateWarning)
+        for step in range(12):
+            before = again.call_count
+            assert_same_gradients(model, module, lambda run, k=step: turns[k % 3](run(x)))
+        assert 0 < again.call_count == before
 
 
 def test_another_loss_than_that_is_right_too() -> None:
