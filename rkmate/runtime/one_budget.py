@@ -8,7 +8,7 @@ step that was observed shows what the rest of it takes, and all parts share what
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -160,14 +160,38 @@ class Rest(NamedTuple):
     """Before the first planned part has run, and after the last."""
     plain: int
     """Bytes of the whole step without recomputation."""
+    moments: Mapping[tuple[int | None, tuple[int, ...]], int] = {}
+    """(the number of the call that runs, or None; the numbers of the calls that hold something) -> bytes at
+    that moment; empty where moments are not told apart."""
 
     def together(self, other: Rest) -> Rest:
         """Return the larger figures of two steps."""
-        return Rest(*map(max, self, other))
+        return self._merged(other, max)
 
     def least(self, earlier: Rest | None) -> Rest:
         """Return the smaller figures of two measurements of one step."""
-        return self if earlier is None else Rest(*map(min, self, earlier))
+        return self if earlier is None else self._merged(earlier, min)
+
+    def _merged(self, other: Rest, choose: Callable[[int, int], int]) -> Rest:
+        beside, alone, early, plain = map(choose, self.figures, other.figures)
+        return Rest(beside, alone, early, plain, {
+            key: choose(size, other.moments[key]) for key, size in self.moments.items()
+        } if self.moments.keys() == other.moments.keys() else {})
+
+    @property
+    def figures(self) -> tuple[int, int, int, int]:
+        """The figures of the whole step."""
+        return self.beside, self.alone, self.early, self.plain
+
+    def row(self) -> str:
+        """Return all figures as text, for the other ranks."""
+        return ",".join(map(str, (*self.figures, *self.moments.values())))
+
+    def read(self, row: str) -> Rest:
+        """Return the figures of another rank; its moments, if there are as many as here."""
+        beside, alone, early, plain, *sizes = map(int, row.split(","))
+        return Rest(beside, alone, early, plain, dict(zip(self.moments, sizes, strict=True))
+                    if len(sizes) == len(self.moments) else {})
 
 
 class Shared(NamedTuple):
@@ -240,7 +264,7 @@ class OneBudget:
                 least = min(least, rest.plain)
             raise InfeasibleBudget(self._too_large.format(
                 name=self._type, budget=budget,
-                outside=max((m.bytes for m in moments), default=max(rest[:3])), least=least,
+                outside=max((m.bytes for m in moments), default=max(rest.figures[:3])), least=least,
                 share=least / max(1, rest.plain), plain=rest.plain), least)
         chosen = [item.ways[way] for item, way in zip(items, choice.ways, strict=True)]
         spare: dict[int, int] = {}

@@ -121,7 +121,7 @@ class PlanCache:
 
     @property
     def latest_capture(self) -> Capture | None:
-        """The capture of the call that was found last."""
+        """The capture of the call that was found or planned last."""
         return None if self._last is None else self._last[1].capture
 
     def find(self, key: Guards) -> Specialization | None:
@@ -233,7 +233,7 @@ class PlanCache:
     def _keep(self, key: Guards, new: Specialization, others: Sequence[Specialization]) -> None:
         """Keep a new signature, and what it was derived from; the least recently used go."""
         with self._lock:
-            self._last = None
+            self._last = key, new
             for k in [k for k, s in self._kept.items() if s.member is not None
                       and any(s is other for other in others)]:
                 self._kept.move_to_end(k)

@@ -50,12 +50,14 @@ from rkmate.runtime.one_budget import (
     OneBudget,
     Part,
     Rest,
+    Shared,
     is_one_operation,
     is_unobserved,
     undisturbed,
 )
-from rkmate.runtime.sharded_step import Observed
+from rkmate.runtime.sharded_step import Observed, bounds
 from rkmate.runtime.snapshot import by_content
+from rkmate.runtime.step_moments import room_for
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
@@ -453,7 +455,8 @@ class Sharded(OneBudget):
         self._until.remove()
         step.close()
         signature.rest = step.rest()
-        signature.observed = [(follower, part) for follower, part, _ in step.calls]
+        if signature.rest is not None:
+            signature.observed = [(follower, part) for follower, part, _ in step.calls]
 
     @contextmanager
     def running(self, follower: Follower) -> Iterator[None]:
@@ -482,10 +485,10 @@ class Sharded(OneBudget):
         figures of any, and if there is no plan for one of them, all raise."""
         if ranks is not None:
             own = now.rest or next((s.rest for s in self._signatures.values() if s.rest is not None), None)
-            found = [Rest(*map(int, text.split(",")))
-                     for text in ranks.told("" if own is None else ",".join(map(str, own))) if text]
+            told = [text for text in ranks.told("" if own is None else own.row()) if text]
             if now.rest is not None:
-                now.rest = functools.reduce(Rest.together, found, now.rest).least(now.earlier)
+                now.rest = functools.reduce(
+                    Rest.together, map(now.rest.read, told), now.rest).least(now.earlier)
             else:
                 now.rest = now.earlier              # it could not be measured again
         refused: InfeasibleBudget | None = None
@@ -499,10 +502,10 @@ class Sharded(OneBudget):
                     refused = error
         if ranks is not None:
             limit = 0 if refused is None or now.rest is None else self.planning.budget.of(now.rest.plain)
-            told = [tuple(map(int, text.split(","))) for text in ranks.told(
+            needs = [tuple(map(int, text.split(","))) for text in ranks.told(
                 "" if refused is None else f"{refused.minimum_bytes},{limit}") if text]
-            least = max((needed for needed, _ in told), default=None)
-            if told and self._again and all(needed <= CLOSE * given for needed, given in told):
+            least = max((needed for needed, _ in needs), default=None)
+            if needs and self._again and all(needed <= CLOSE * given for needed, given in needs):
                 self._again, self._agreed = self._again - 1, self._agreed + 1
                 now.rest, now.is_shared, now.earlier = None, False, now.rest
             elif least is not None:
@@ -513,8 +516,8 @@ class Sharded(OneBudget):
             raise refused
 
     def _share(self, now: _Signature) -> None:
-        """Share the budget out among the calls of a step. Raises `InfeasibleBudget`: the leanest plans are
-        followed then."""
+        """Share the budget out among the calls of a step. Raises `InfeasibleBudget`: the plans that take
+        least together are followed then."""
         parts = {part for _, part in now.observed}
         alike = [s.rest for s in self._signatures.values()
                  if s.rest is not None and (
@@ -522,29 +525,45 @@ class Sharded(OneBudget):
         rest = functools.reduce(Rest.together, alike)
         now.is_shared = True
         calls = Counter(now.observed)
-        whole = sum(part.whole.saved for _, part in now.observed)
+        numbers = {call: k for k, call in enumerate(calls)}
+        moments = bounds(rest, [numbers[call] for call in now.observed])
         budget = self.planning.budget.of(rest.plain)
-        spare = budget - max(rest.alone, rest.beside, 0)
+        if moments:
+            share, _ = room_for([part.whole for _, part in calls], moments, budget)
+        else:
+            share = (budget - max(rest.alone, rest.beside, 0)) / max(
+                1, sum(part.whole.saved for _, part in now.observed))
         for part in parts:
-            part.look(max(0.0, spare / max(1, whole)))
+            part.look(max(0.0, share))
         items = [Item(part.ways, count) for (_, part), count in calls.items()]
-        shared = self._shared_out([part for _, part in calls], items, rest, budget)
-        extra = shared.choice.extra
-        for (follower, part), number, plan in zip(calls, shared.choice.ways, shared.plans, strict=True):
+        share_out = functools.partial(self._shared_out, [part for _, part in calls], items, rest,
+                                      moments=moments)
+        try:
+            shared = share_out(budget)
+        except InfeasibleBudget as error:
+            self._follow(tuple(calls), share_out(error.minimum_bytes or 0))
+            raise
+        self._follow(tuple(calls), shared)
+        logger.warning("%s is sharded: from this step on, a step takes about %s bytes of the budget of %s. "
+                       "Outside of all plans are up to %s bytes (gathered parameters, their gradients, "
+                       "buffers of the exchange)", self._type, f"{max(rest.early, shared.taken):,}",
+                       f"{budget:,}", f"{max(rest.figures[:3]):,}")
+
+    def _follow(self, calls: Sequence[tuple[Follower, Part]], shared: Shared) -> None:
+        """Let calls follow their parts of a budget."""
+        for (follower, part), number, plan, extra in zip(calls, shared.choice.ways, shared.plans,
+                                                         shared.extras, strict=True):
             self._chosen[follower][part] = part.ways[number], plan
             form, _ = part.form_of(number)
             if form is not part.forms[0]:
                 blocked = form.solved.prepared.blocked
-                warn(blocked.variant.warning("nothing else keeps to the budget, or this is faster",
-                                             "keeps its bits", blocked.concerned))
+                self._warn_once(blocked.variant.name, blocked.variant.warning(
+                    "nothing else keeps to the budget, or this is faster", "keeps its bits",
+                    blocked.concerned))
             follower.cache.follow([p for _, p in self._chosen[follower].values()])
             follower.cache.planning = replace(
                 follower.cache.planning, budget=Budget(bytes=part.ways[number].saved + extra),
                 settings=replace(follower.cache.planning.settings, loss_bytes=extra))
-        logger.warning("%s is sharded: from this step on, a step takes about %s bytes of the budget of %s. "
-                       "Outside of all plans are up to %s bytes (gathered parameters, their gradients, "
-                       "buffers of the exchange)", self._type, f"{max(rest.early, shared.taken):,}",
-                       f"{budget:,}", f"{max(rest[:3]):,}")
 
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)

@@ -6,12 +6,15 @@ is measured from moment to moment, and what the planned calls hold at each is ta
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from rkmate.device.protocol import PartsMeter
-from rkmate.planners.several_calls import Way
+from rkmate.planners.several_calls import Moment, Way
 from rkmate.runtime.module import PlannedModule
+from rkmate.runtime.observed_step import MOST
 from rkmate.runtime.one_budget import Part, Rest
 from rkmate.runtime.segments import Call
 from rkmate.torch_seam.tensors import after_backward
@@ -86,6 +89,7 @@ class Observed:
             return None
         levels = self._meter.levels()
         beside = alone = early = plain = 0
+        moments: dict[tuple[int | None, tuple[int, ...]], int] = {}
         least = {n: part.least_saved for n, (_, part, _) in enumerate(self.calls)}
         for k, (running, holding) in enumerate(self._stretches):
             begin, peak = levels.get(k, (0, 0))
@@ -100,14 +104,23 @@ class Observed:
                 beside = max(beside, base - absent)
                 plain = max(plain, base + whole + part.whole.saved + part.whole.extra)
             else:
+                running = None
                 base = peak - held
                 plain = max(plain, base + whole)
                 if holding:
                     alone = max(alone, base - absent)
                 else:
                     early = max(early, base)
-        return Rest(beside, alone, early, plain)
+            moments[running, holding] = max(base, moments.get((running, holding), 0))
+        return Rest(beside, alone, early, plain, moments if len(self.calls) <= MOST else {})
 
     def _of_backward(self, stretch: int) -> set[int]:
         """Return the calls that have run before a stretch."""
         return {n for n, _ in self._stretches[:stretch] if n is not None}
+
+
+def bounds(rest: Rest, item_of: Sequence[int]) -> list[Moment]:
+    """Return the moments of a step as bounds on schedules. `item_of`: the item of each call."""
+    return [Moment(size, Counter(item_of[n] for n in (*holding, *(() if running is None else (running,)))),
+                   None if running is None else item_of[running])
+            for (running, holding), size in rest.moments.items()]

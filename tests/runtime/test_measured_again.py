@@ -8,13 +8,20 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from torch import nn
 
 import rkmate
-from rkmate.runtime.one_budget import Rest
+from rkmate.pipeline.settings import Settings
+from rkmate.planners.several_calls import Way
+from rkmate.runtime.one_budget import Part, Rest
 from rkmate.runtime.sharded import AGAIN, AGREED, Sharded, _Signature
+from rkmate.runtime.sharded_step import bounds
 
 SEEN = Rest(10, 20, 30, 100)
+MOMENTS = Rest(30, 20, 10, 200, {(None, ()): 10, (0, ()): 30, (1, (0,)): 5, (None, (0, 1)): 20})
+"""A step of two calls: much is there while the first one runs, little while the second one does."""
+WAYS = [Way(1.0, 40, 10), Way(2.0, 10, 20), Way(3.0, 0, 40)]
 
 
 def _model(given: int, needed: Callable[[Rest], int]) -> Any:
@@ -66,3 +73,59 @@ def test_a_rank_measures_again_for_another() -> None:
     told = iter([["10,20,30,100"] * 2, ["", "45,40"]])
     model._share_out(now, cast(Any, SimpleNamespace(told=lambda text: next(told))))
     assert (now.rest, now.is_shared, model._agreed) == (None, False, AGREED + 1)
+
+
+# -- Moments of a step -----------------------------------------------------------------------------
+
+
+class _Part:
+    """A part whose calls may follow `WAYS`."""
+
+    ways, whole = WAYS, WAYS[0]
+
+    def look(self, share: float) -> None:
+        """There are no further schedules."""
+
+
+def _shared(budget: int, rest: Rest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Share a budget out among two calls. Returns what they follow: their ways, and what each may take on top
+    of that; and the smallest budget, where there is no room."""
+    monkeypatch.setattr(Part, "prototype", lambda part, number, extra: (number, extra))
+    found, followed, part = _model(budget, lambda rest: 0), [], _Part()
+    found._type = "Model"
+    found._follow = lambda calls, shared: followed.append((shared.choice.ways, shared.extras))
+    now = _Signature(rest=rest, observed=[(cast(Any, name), cast(Any, part)) for name in "ab"])
+    found._signatures = {0: now}
+    try:
+        Sharded._share(found, now)
+    except rkmate.InfeasibleBudget as error:
+        followed.append(error.minimum_bytes)
+    return followed
+
+
+def test_what_is_there_while_one_layer_runs_does_not_bound_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 30 + 40 + 10 while the first call runs, 5 + 40 + 10 + 20 while the second one does.
+    assert _shared(80, MOMENTS, monkeypatch) == [((0, 1), (10, 25))]
+
+
+def test_steps_without_room_take_as_little_as_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _shared(59, MOMENTS, monkeypatch) == [((1, 1), (20, 35)), 60]
+    ways, least = _shared(59, MOMENTS._replace(moments={}), monkeypatch)    # as if all were there at once
+    assert (ways[0], least) == ((1, 1), 70)
+
+
+def test_moments_of_ranks_are_compared_where_steps_are_alike() -> None:
+    other = MOMENTS._replace(moments={key: size + 1 for key, size in MOMENTS.moments.items()})
+    assert MOMENTS.read(other.row()) == other
+    assert MOMENTS.together(other).moments == other.moments
+    assert MOMENTS.least(other).moments == MOMENTS.moments
+    assert MOMENTS.read(SEEN.row()) == SEEN
+    assert MOMENTS.together(SEEN) == Rest(30, 20, 30, 200)
+    assert [(m.bytes, m.running, dict(m.held)) for m in bounds(MOMENTS, [0, 0])] == [
+        (10, None, {}), (30, 0, {0: 1}), (5, 0, {0: 2}), (20, None, {0: 2})]
+
+
+def test_a_call_that_is_planned_anew_can_be_observed_at_once() -> None:
+    planned = rkmate.wrap(nn.Linear(2, 2), (torch.ones(1, 2),), budget=1.0, progress=False,
+                          settings=Settings(costs="analytic"))
+    assert planned._plans.latest_capture is not None

@@ -175,7 +175,7 @@ def _refused(rank: int) -> dict[str, Any]:
 
 
 KINDS = {"bfloat16": 0.8, "nested": 0.9, "low rank": 0.8}
-TIGHT = {"plain": 0.6, "head by itself": 0.5}
+TIGHT = {"plain": 0.5, "head by itself": 0.5}
 """Shares for which the loss has to be computed in chunks."""
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{kind: functools.partial(_planned, kind=kind, share=share) for kind, share in KINDS.items()},
