@@ -238,6 +238,7 @@ class Highs:
         self._stop = stop
         self._interrupted = False
         self._work: Work | None = None
+        self._enough = math.inf
         self._entries = program.entries
         self._highs.cbMipInterrupt.subscribe(self._may_stop)
         self._relaxed = False
@@ -251,17 +252,18 @@ class Highs:
 
     def solve(self, time_limit: float, *, gap: float = 0.0, absolute_gap: float = 1e-6,
               relax: bool = False, start: Mapping[str, float] | None = None,
-              nodes: int | None = None, work: Work | None = None) -> Solution:
+              nodes: int | None = None, work: Work | None = None, enough: float = math.inf) -> Solution:
         """Minimize. Raises `SolverError` when HiGHS itself fails.
 
         `time_limit` in seconds. `gap`: relative to the objective, `absolute_gap`: in its units; within
         either of them a solution is optimal. `relax`: leave integrality out. `start`: values of some
         variables of a known solution. `nodes`: of branch and bound, at most. `work`: is counted on, and
-        ends an integer program at its limit. An interrupt stops HiGHS first and is raised then.
+        ends an integer program at its limit; so does a bound of `enough`. An interrupt stops HiGHS first and
+        is raised then.
         """
         highs = self._highs
         highs.clearSolver()
-        self._work = work
+        self._work, self._enough = work, enough
         # The limit of a linear program counts from the first run on, an integer one's does not.
         spent = highs.getRunTime() if relax else 0.0
         highs.setOptionValue("time_limit", spent + max(0.0, float(time_limit)))
@@ -320,4 +322,5 @@ class Highs:
         # Said each time: the solver remembers an interrupt of the solve before.
         event.interrupt(self._interrupted or (self._stop is not None and self._stop.is_set())
                         or (self._work is not None
-                            and self._work.check(self._entries, max(0, event.data_out.mip_node_count))))
+                            and self._work.check(self._entries, max(0, event.data_out.mip_node_count)))
+                        or event.data_out.mip_dual_bound >= self._enough)

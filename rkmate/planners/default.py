@@ -335,8 +335,11 @@ class _Search:
             self.finish(0.0)
         if entry.gap is not None and not self._above_bound(entry.gap):
             return
-        start = time.perf_counter()
-        outcome, _ = _asked(entry.strategy, self.problem, self.budget, entry.seconds, self.left)
+        start, strategy = time.perf_counter(), entry.strategy
+        fastest = min((c.seconds for c in (*self.pending, *self.found)), default=math.inf)
+        if entry.after_cut and isinstance(strategy, SaveSet) and entry.gap is not None:
+            strategy = replace(strategy, enough=fastest / (1 + entry.gap))
+        outcome, _ = _asked(strategy, self.problem, self.budget, entry.seconds, self.left)
         self.left = max(0.0, self.left - (time.perf_counter() - start))
         if outcome.bound is not None:
             self.bound = max(self.bound or 0.0, outcome.bound)

@@ -225,17 +225,18 @@ class SaveSetProgram:
             for b in graph.backward), default=0)
 
     def solve(self, budget: int, times: Sequence[int], *, time_limit: float, work: Work | None = None,
-              least: float = 0.0) -> SaveSets | None:
-        """Return the least time for what runs again; None when nothing fits or nothing is found.
+              least: float = 0.0, enough: float = math.inf) -> SaveSets | None:
+        """Return the least time for what runs again; None when nothing fits or nothing is known.
 
         `times`: backward nodes, in order; the loss is one, too. `work`: is counted on, and limits the solve.
-        `least`: seconds of what runs again at least, as known from fewer checkpoint times.
+        `least`: seconds of what runs again at least, as known from fewer checkpoint times. `enough`: a bound,
+        in seconds, that ends the solve.
         """
         key = tuple(times)
         if key not in self._programs:
             self._programs[key] = _Program(self, [self.graph.loss, *times])
         return self._programs[key].solve(budget, time_limit, work,
-                                         min(NEAR[0] * self.seconds, NEAR[1] * least))
+                                         min(NEAR[0] * self.seconds, NEAR[1] * least), enough)
 
 
 class _Program:
@@ -286,18 +287,20 @@ class _Program:
                              ((budget, 1.0), *live, *buffers))
         return program
 
-    def solve(self, budget: int, time_limit: float, work: Work | None, near: float) -> SaveSets | None:
+    def solve(self, budget: int, time_limit: float, work: Work | None, near: float, enough: float
+              ) -> SaveSets | None:
         """Return a solution whose seconds are within `near` of its bound, or within `GAP`."""
         self.highs.fix("budget", budget / self.byte)
         answer = self.highs.solve(time_limit, gap=GAP, absolute_gap=max(1e-6, near / self.second),
-                                  nodes=NODES, work=work)
+                                  nodes=NODES, work=work, enough=enough / self.second)
+        bound = max(0.0, answer.bound) * self.second
         if not answer.values:
-            return None
+            return SaveSets((), bound, frozenset()) if math.isfinite(bound) else None
         keep = tuple(frozenset(j for j in needed if answer.values.get(f"K_{t}_{j}", 0.0) > 0.5)
                      for t, needed in enumerate(self.needed))
         sent = frozenset(j for j in self.sendable
                          if answer.values.get(f"F_{j}", 0.0) + answer.values.get(f"L_{j}", 0.0) > 0.5)
-        return SaveSets(keep, max(0.0, answer.bound) * self.second, sent)
+        return SaveSets(keep, bound, sent)
 
 
 def _closures(owner: SaveSetProgram, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -357,6 +360,8 @@ class SaveSet:
     work: float = math.inf
     """Seconds that the programs of one budget may take together, as their work is counted. If they end a
     search, the result is the same on every machine; if ``time_limit`` does, it depends on the machine."""
+    enough: float = math.inf
+    """A bound on the seconds of a step that ends the search: a known schedule is near enough to it."""
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
@@ -369,8 +374,9 @@ class SaveSet:
                            bound=program.seconds)
         seconds = TIME_LIMIT if time_limit is None else time_limit
         search = problem.once_of_graph(
-            (self.name, budget, seconds, self.work),
-            lambda: _Search(problem, program, budget, seconds, Work(self.work)).run())
+            (self.name, budget, seconds, self.work, self.enough),
+            lambda: _Search(problem, program, budget, seconds, Work(self.work),
+                            self.enough - program.seconds).run())
         found = best(search.found, budget)
         if found.schedule is None:
             found = replace(found, note="what is kept leaves no room for what is made again")
@@ -388,11 +394,12 @@ class _Search:
     """Programs for one budget, with more and more times, then with less and less memory."""
 
     def __init__(self, problem: Problem, program: SaveSetProgram, budget: int, seconds: float,
-                 work: Work) -> None:
+                 work: Work, enough: float) -> None:
         self.problem = problem
         self.program = program
         self.budget = budget
         self.work = work
+        self.enough = enough
         self.found: list[Candidate] = []
         self.until = time.perf_counter() + seconds
         self.bound = 0.0
@@ -407,11 +414,14 @@ class _Search:
             if left <= 0 or memory <= 0 or self.work.is_over:
                 break
             self.work.spent += ROUND_SECONDS * len(self.problem.graph.c)
-            kept = self.program.solve(memory, times, time_limit=left, work=self.work, least=self.bound)
+            kept = self.program.solve(memory, times, time_limit=left, work=self.work, least=self.bound,
+                                      enough=self.enough)
             if kept is None:
                 break
             if memory == self.budget:
                 self.bound = max(self.bound, kept.bound)
+            if not kept.keep or self.bound >= self.enough:
+                break
             found, at = self._expand(kept, times)
             self.found.append(found)
             if found.peak <= self.budget:

@@ -30,8 +30,8 @@ class PlannerSettings:
     """Seconds that the save-set program may search for a schedule of one budget."""
     first_seconds: float = 2.0
     """Seconds that the save-set program may search again, for the first budget of a model, if it was cut
-    short and the best schedule is more than `wide_gap` above its bound; and for a first budget that the chain
-    cannot meet."""
+    short and the best schedule is more than `wide_gap` above its bound, until it is no more than that; and
+    for a first budget that the chain cannot meet."""
     gap_tolerance: float = 2e-4
     """Relative distance to the lower bound at which a schedule is good enough, so that no other strategy is
     asked."""

@@ -72,6 +72,18 @@ def test_work_ends_a_search_at_the_same_place(monkeypatch: pytest.MonkeyPatch) -
         assert (again.others, again.worked, again.cut_short) == (found.others, found.worked, found.cut_short)
 
 
+def test_a_bound_that_is_enough_ends_a_search() -> None:
+    problem = stack(6)
+    whole = simulate(problem.graph, save_all(problem.graph))
+    budget = whole.peak // 2
+    until_the_end = SaveSet().plan(problem, budget)
+    assert until_the_end.bound is not None and until_the_end.bound > whole.seconds
+    soon = SaveSet(enough=(whole.seconds + until_the_end.bound) / 2).plan(stack(6), budget)
+    assert soon.bound is not None and soon.worked is not None and until_the_end.worked is not None
+    assert soon.bound <= until_the_end.bound * (1 + 1e-9)
+    assert soon.worked < until_the_end.worked
+
+
 def test_memory_of_gradients_is_what_the_simulator_counts() -> None:
     """At a backward node: all that is alive, less the forward values."""
     graph = stack(3).graph
