@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkmate import device as devices
 from rkmate.device import MeterError
@@ -138,7 +139,7 @@ class InARow:
         at."""
         self._before: dict[int, int] | None = None
         """Storages that were there before the last call of the step; None before other calls."""
-        self._first: set[int] = set()
+        self._first: dict[int, StorageWeakRef] = {}
         """Storages of the first call's inputs."""
 
     def begin_call(self, planned: int, inputs: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -151,12 +152,12 @@ class InARow:
             self._version, self._last, self._calls, self._at_start = version, self._calls, 0, None
             if self._last > planned:
                 self._steps -= 1
-                self._at_start, self._first = self._storages(device), _keys(inputs)
+                self._at_start, self._first = self._storages(device), _weakly(inputs)
         self._calls += 1
         if self._at_start is not None and self._calls == self._last:
             self._planned, self._before = planned, self._storages(device)
-            if self._at_start.keys() & _keys(inputs):         # of one batch, or the same
-                self._first = set()
+            if self._at_start.keys() & _weakly(inputs).keys():         # of one batch, or the same
+                self._first = {}
 
     def watch(self, call: Call, are_open: Callable[[], Sequence[Call]], device: torch.device,
               tell: Callable[[Outside], None]) -> None:
@@ -170,8 +171,9 @@ class InARow:
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
             if len(are_open()) == 1:
                 now = self._storages(device)
-                for key in first & now.keys() & start.keys():
-                    del start[key]
+                for key, there in first.items():
+                    if not there.expired():
+                        start.pop(key, None)
                 left = sum(b for k, b in now.items() if k in before and k not in start) - \
                     sum(b for k, b in start.items() if k not in now)
                 known = after.keys() | {key_of(g) for g in grads if g is not None}
@@ -190,8 +192,9 @@ class InARow:
                 if key not in grads}
 
 
-def _keys(tensors: Sequence[torch.Tensor]) -> set[int]:
-    return {key for t in tensors if (key := key_of(t)) is not None}
+def _weakly(tensors: Sequence[torch.Tensor]) -> dict[int, StorageWeakRef]:
+    """Return references to storages, which tell whether another one stands under the same number."""
+    return {key: StorageWeakRef(t.untyped_storage()) for t in tensors if (key := key_of(t)) is not None}
 
 
 def _found(device: torch.device) -> dict[int, list[torch.Tensor]]:
