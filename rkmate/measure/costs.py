@@ -74,7 +74,7 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
                  **_of_collectives(partition)}
         runner = _Runner(partition, sources, settings, device, None if limit is None else limit(), known)
         last = max((b.index for b in unknown.values()), default=-1)
-        walks = 1 + settings.passes
+        walks = 1 + settings.passes * settings.repeats
         # The traced operations hold the casts that autocast made.
         with torch.no_grad(), unchanged_random_state(device), \
                 torch.autocast(device.autocast_kind, enabled=False):
@@ -182,7 +182,7 @@ class _Runner:
         """Go back to the first block."""
         self.metering = number == 0
         self.values = dict(self.fixed)
-        self.timings.start_pass(number - 1)
+        self.timings.start_walk(number - 1)
 
     def cost(self, i: int) -> Cost:
         """Return the cost of a C node, from all of its runs."""
@@ -213,22 +213,15 @@ class _Runner:
         leaving = self.partition.cuts[block.index + 1]
         if asked and self.metering:
             self._meter(block)
-        elif asked and self._is_wanted(block):
-            for _ in range(self.settings.repeats):
-                if self._is_wanted(block):
-                    self._begin(block.c[:block.graph.loss])
-                    self._forward(block, self.run_timed, block.c)
-                    self._begin(block.c[block.graph.loss:])
-                    self._backward(block, self.run_timed)
-                    self.timings.next_run()
+        elif asked and any(self.timings.wanted(self.keys[part]) for i in block.c
+                           for part in (i, *self._others(i)) if part in self.keys):
+            self._begin(block.c[:block.graph.loss])
+            self._forward(block, self.run_timed, block.c)
+            self._begin(block.c[block.graph.loss:])
+            self._backward(block, self.run_timed)
         elif any(self._chooses(j) for i in block.c for j in self.cd.c[i].outputs if j in leaving):
             self._forward(block, self.run, block.c[:block.graph.loss])
         self._leave(block)
-
-    def _is_wanted(self, block: Block) -> bool:
-        """Return whether an operation of a block is still to be timed in this pass."""
-        return any(self.timings.wanted(self.keys[part]) for i in block.c
-                   for part in (i, *self._others(i)) if part in self.keys)
 
     def _begin(self, nodes: Sequence[int]) -> None:
         """Before the forward or the backward of a block: make up what it reads, and empty the caches."""
@@ -241,7 +234,7 @@ class _Runner:
         self._empty_caches(nodes[0])
 
     def _empty_caches(self, i: int) -> None:
-        """Empty the caches but for what was made just before a C node."""
+        """Empty the caches, except for what was made just before a C node."""
         if self.caches is not None:
             self.caches.empty([self.values[j] for j in made_just_before(self.cd, i) if j in self.values])
 
@@ -429,11 +422,14 @@ class _Runner:
         if self._is_known(i) or not self._fits(i):
             return
         self._make_places(i)
+        others_ran = False
         for other in self._alternatives(i).values():
             if self.timings.wanted(other[1]):
                 self._empty_caches(i)
                 self.timings.time(*other)
-                self._empty_caches(i)
+                others_ran = True
+        if others_ran:
+            self._empty_caches(i)
         call, self.keys[i] = self._prepared(i)
         if self.timings.wanted(self.keys[i]):
             self._keep(i, self.timings.time(call, self.keys[i]))

@@ -114,16 +114,14 @@ class Timings:
         self._pass: dict[Any, list[float]] = {}
         """Runs of this pass."""
         self._done: set[Any] = set()
-        """Keys of what was timed in this run of a block."""
+        """Keys of what was timed in this walk."""
 
-    def start_pass(self, number: int) -> None:
-        """Start a pass over the blocks. `number`: counted from 0."""
-        self._number = number
-        self._pass.clear()
-        self._done.clear()
-
-    def next_run(self) -> None:
-        """Start another run of a block in the same pass, in which each operation may be timed once more."""
+    def start_walk(self, number: int) -> None:
+        """Start a walk over the blocks, in which each operation may be timed once more. A pass consists of
+        `MeasureSettings.repeats` walks. `number`: counted from 0."""
+        self._number, repeat = divmod(number, max(1, self._settings.repeats))
+        if not repeat:
+            self._pass.clear()
         self._done.clear()
 
     def share(self, step: float, often: Counter[Any]) -> None:
@@ -142,7 +140,7 @@ class Timings:
         return median(self._timed[key]) if key in self._timed else self._first[key]
 
     def wanted(self, key: Any) -> bool:
-        """Return whether an operation is still to be timed now: equal ones share its runs."""
+        """Return whether an operation is still to be timed in this walk: equal ones share its runs."""
         return key not in self._done and len(self._pass.get(key, ())) < self._repeats(key) and \
             sum(self._pass.get(key, ())) < self._settings.enough_seconds
 

@@ -14,7 +14,7 @@ class MeasureSettings:
     """Number of passes over the blocks. A disturbance of a second or two then affects only one of an
     operation's runs."""
     repeats: int = 2
-    """Runs of a block in each pass, in which each operation is timed once, at most."""
+    """Walks over the blocks in each pass, in which each operation is timed once, at most."""
     enough_seconds: float = 0.05
     """An operation that has been timed for this many seconds is not repeated further in a pass."""
     share: float = 0.4

@@ -335,11 +335,9 @@ class _Search:
             self.finish(0.0)
         if entry.gap is not None and not self._above_bound(entry.gap):
             return
-        start, strategy = time.perf_counter(), entry.strategy
-        fastest = min((c.seconds for c in (*self.pending, *self.found)), default=math.inf)
-        if entry.after_cut and isinstance(strategy, SaveSet) and entry.gap is not None:
-            strategy = replace(strategy, enough=fastest / (1 + entry.gap))
-        outcome, _ = _asked(strategy, self.problem, self.budget, entry.seconds, self.left)
+        start = time.perf_counter()
+        outcome, _ = _asked(entry.strategy, self.problem, self.budget, entry.seconds, self.left,
+                            math.inf if entry.gap is None else self._fastest / (1 + entry.gap))
         self.left = max(0.0, self.left - (time.perf_counter() - start))
         if outcome.bound is not None:
             self.bound = max(self.bound or 0.0, outcome.bound)
@@ -365,16 +363,22 @@ class _Search:
 
     def _above_bound(self, gap: float) -> bool:
         """Return whether nothing was found that is this near to the bound."""
-        fastest = min((c.seconds for c in (*self.pending, *self.found)), default=math.inf)
-        return self.bound is None or fastest > self.bound * (1 + gap)
+        return self.bound is None or self._fastest > self.bound * (1 + gap)
+
+    @property
+    def _fastest(self) -> float:
+        """Seconds of the fastest schedule that was found."""
+        return min((c.seconds for c in (*self.pending, *self.found)), default=math.inf)
 
 
 def _asked(strategy: Planner, problem: Problem, budget: int, seconds: float,
-           left: float = math.inf) -> tuple[Outcome, float]:
+           left: float = math.inf, enough: float = math.inf) -> tuple[Outcome, float]:
     """Ask a strategy for at most `seconds`; returns its outcome, and the seconds that it took: as counted,
-    where the strategy counts its work, otherwise of the clock. `left`: seconds of the clock in any case."""
+    where the strategy counts its work, otherwise of the clock. `left`: seconds of the clock in any case.
+    `enough`: a bound that ends a search for one."""
     if isinstance(strategy, SaveSet) and not math.isinf(seconds):
-        strategy, limit = replace(strategy, work=seconds), min(SLOWEST * seconds, left)
+        strategy, limit = replace(strategy, work=seconds, enough=enough), min(
+            SLOWEST * seconds, left)
     else:
         limit = min(seconds, left)
     start = time.perf_counter()

@@ -370,10 +370,10 @@ class ObservedStep:
         """Whether a part is running."""
         return bool(self._open)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is held, or held by what no backward seems to come to: after the first backward, a
-        step may go on with results of earlier calls (a generator's, a slope that is penalised)."""
+    def ends_before_call(self) -> bool:
+        """Count a call from outside after the first backward. Returns whether it belongs to the next step:
+        nothing is held, or only what no backward seems to come to. A step may go on with results of earlier
+        calls (a generator's, a slope that is penalised)."""
         self._more += 1
         if not self.is_empty:
             gc.collect()                        # what only a circle of references holds

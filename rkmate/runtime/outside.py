@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkmate import device as devices
 from rkmate.device import MeterError
@@ -33,7 +32,7 @@ from rkmate.runtime.observed_step import key_of
 from rkmate.runtime.segments import Call, saved_by
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
-from rkmate.torch_seam.tensors import version_of
+from rkmate.torch_seam.tensors import storage_lives, version_of
 
 USUAL = re.compile(
     r"^(Nll|LogSoftmax|Mse|SmoothL1|Huber|BinaryCrossEntropy|View|UnsafeView|ReshapeAlias|Transpose|T|Permute|"
@@ -139,8 +138,8 @@ class InARow:
         at."""
         self._before: dict[int, int] | None = None
         """Storages that were there before the last call of the step; None before other calls."""
-        self._first: dict[int, StorageWeakRef] = {}
-        """Storages of the first call's inputs."""
+        self._first: dict[int, Callable[[], bool]] = {}
+        """Storages of the first call's inputs, and whether each still lives."""
 
     def begin_call(self, planned: int, inputs: Sequence[torch.Tensor], device: torch.device) -> None:
         """Count a call, before its forward. `planned`: calls before a backward that its plan is for."""
@@ -152,11 +151,12 @@ class InARow:
             self._version, self._last, self._calls, self._at_start = version, self._calls, 0, None
             if self._last > planned:
                 self._steps -= 1
-                self._at_start, self._first = self._storages(device), _weakly(inputs)
+                self._at_start, self._first = self._storages(device), {
+                    key: storage_lives(t) for t in inputs if (key := key_of(t)) is not None}
         self._calls += 1
         if self._at_start is not None and self._calls == self._last:
             self._planned, self._before = planned, self._storages(device)
-            if self._at_start.keys() & _weakly(inputs).keys():         # of one batch, or the same
+            if any(key_of(t) in self._at_start for t in inputs):        # of one batch, or the same
                 self._first = {}
 
     def watch(self, call: Call, are_open: Callable[[], Sequence[Call]], device: torch.device,
@@ -171,8 +171,8 @@ class InARow:
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
             if len(are_open()) == 1:
                 now = self._storages(device)
-                for key, there in first.items():
-                    if not there.expired():
+                for key, lives in first.items():
+                    if lives():
                         start.pop(key, None)
                 left = sum(b for k, b in now.items() if k in before and k not in start) - \
                     sum(b for k, b in start.items() if k not in now)
@@ -190,11 +190,6 @@ class InARow:
         grads = {key_of(p.grad) for p in self._model.parameters() if p.grad is not None}
         return {key: found[0].untyped_storage().nbytes() for key, found in _found(device).items()
                 if key not in grads}
-
-
-def _weakly(tensors: Sequence[torch.Tensor]) -> dict[int, StorageWeakRef]:
-    """Return references to storages, which tell whether another one stands under the same number."""
-    return {key: StorageWeakRef(t.untyped_storage()) for t in tensors if (key := key_of(t)) is not None}
 
 
 def _found(device: torch.device) -> dict[int, list[torch.Tensor]]:

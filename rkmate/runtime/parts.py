@@ -309,7 +309,7 @@ class Parts(OneBudget):
             return
         if step is None:
             self._measure_followed()
-        elif step.backward_seen and (not may_go_on or step.is_over):
+        elif step.backward_seen and (not may_go_on or step.ends_before_call()):
             self._step = None
             self._plan(step)
         elif step.is_empty:             # its results were dropped

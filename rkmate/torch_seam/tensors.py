@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -48,6 +49,13 @@ def storage_id(of: torch.Tensor | torch.UntypedStorage) -> int:
     """Return a number that identifies a storage as long as it lives. Tensors without memory have one too."""
     storage = of.untyped_storage() if isinstance(of, torch.Tensor) else of
     return int(storage._cdata)
+
+
+def storage_lives(tensor: torch.Tensor) -> Callable[[], bool]:
+    """Return a function that tells whether a tensor's storage still lives. Until the function is gone, no
+    other storage has its number."""
+    there = StorageWeakRef(tensor.untyped_storage())
+    return lambda: not there.expired()
 
 
 def storage_users(tensor: torch.Tensor) -> int:

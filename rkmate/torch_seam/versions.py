@@ -140,6 +140,10 @@ def _tensors() -> None:
     assert tensors.version_of(x) > before
     assert tensors.storage_id(part) == tensors.storage_id(x) == tensors.storage_id(x.untyped_storage())
     assert tensors.storage_users(x) >= 1
+    lives = tensors.storage_lives(y := torch.zeros(4))
+    assert lives()
+    del y
+    assert not lives()
     with Seeing() as mode:
         with tensors.outside_trace(), tensors.without_torch_function(), tensors.read_directly():
             x.neg()

@@ -35,12 +35,13 @@ def test_the_allowance_is_kept(allowance: float) -> None:
     assert max(found.values()) == 6
 
 
-def _time(timings: Timings) -> None:
+def _time(timings: Timings, number: int, repeats: int) -> None:
     """Time an operation in a pass, as often as is wanted."""
-    while timings.wanted("op"):
-        timings.time(lambda: None, "op")
-        assert not timings.wanted("op")
-        timings.next_run()
+    for walk in range(number * repeats, (number + 1) * repeats):
+        timings.start_walk(walk)
+        if timings.wanted("op"):
+            timings.time(lambda: None, "op")
+            assert not timings.wanted("op")
 
 
 def _runs(monkeypatch: pytest.MonkeyPatch, seconds: float, step: float, often: int = 1) -> list[int]:
@@ -53,9 +54,8 @@ def _runs(monkeypatch: pytest.MonkeyPatch, seconds: float, step: float, often: i
         timings.clock(lambda: None, "op")
         timings.share(step, Counter(op=often))
         for number in range(2):
-            timings.start_pass(number)
             before = device.calls
-            _time(timings)
+            _time(timings, number, 3)
             counts.append(device.calls - before)
         assert timings.seconds("op") == seconds
     return counts
@@ -82,6 +82,5 @@ def test_the_median_of_all_passes_counts(passes: int, seconds: tuple[float, ...]
         timings = Timings(device, settings)
         timings.clock(lambda: None, "op")               # which counts only where nothing is timed
         for number in range(passes):
-            timings.start_pass(number)
-            _time(timings)
+            _time(timings, number, settings.repeats)
         assert timings.seconds("op") == counts
