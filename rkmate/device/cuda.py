@@ -110,15 +110,19 @@ class Cuda:
     def memory(self) -> MemoryState:
         device = self.torch_device
         free, total = torch.cuda.mem_get_info(device)
-        return MemoryState(free, total, torch.cuda.memory_reserved(device)
-                           - torch.cuda.memory_allocated(device))
+        reserved = torch.cuda.memory_reserved(device)
+        # What `torch.cuda.set_per_process_memory_fraction` allows.
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return MemoryState(max(0, min(free, allowed - reserved)), min(total, allowed),
+                           reserved - torch.cuda.memory_allocated(device))
 
     def allocator(self) -> CachingAllocator:
         snapshot = memory.allocator_snapshot()
         index = self._index()
+        stream = torch.cuda.current_stream(index).cuda_stream
         return CachingAllocator(
             expandable=snapshot["allocator_settings"]["expandable_segments"],
-            segments=(_segment(s) for s in snapshot["segments"] if s["device"] == index))
+            segments=(_segment(s, stream) for s in snapshot["segments"] if s["device"] == index))
 
     def give_back(self) -> None:
         with torch.cuda.device(self._index()):
@@ -141,7 +145,8 @@ class Cuda:
             return                  # such a product would be refused, and the model has none
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             one = torch.ones(1, 1, device=self.torch_device, requires_grad=True)
-            torch.autograd.grad((one @ one).sum(), one)
+            # The backward begins with a kernel of torch: cuBLAS warns if its call is a thread's first.
+            torch.autograd.grad((one @ one).sigmoid().sum(), one)
 
     def timed(self, call: Callable[[], T]) -> tuple[float, T]:
         seconds, result = self._between_events(call, 1)
@@ -185,7 +190,10 @@ class Cuda:
         return torch.cuda.current_device() if index is None else index
 
 
-def _segment(told: Any) -> Segment:
-    """Return a segment from the allocator's own snapshot."""
-    return Segment(told["segment_type"] == "small", tuple(
-        Held(block["size"], block["state"] == "inactive") for block in told["blocks"]))
+def _segment(told: Any, stream: int) -> Segment:
+    """Return a segment from the allocator's own snapshot. A stream gets nothing of the segments of other
+    streams, or of recordings: these have one block, which is not free."""
+    small = told["segment_type"] == "small"
+    if told["stream"] != stream or tuple(told["segment_pool_id"]) != (0, 0):
+        return Segment(small, (Held(told["total_size"], False),))
+    return Segment(small, tuple(Held(block["size"], block["state"] == "inactive") for block in told["blocks"]))

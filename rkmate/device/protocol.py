@@ -31,9 +31,9 @@ class MemoryState:
     """A device's memory at one moment, in bytes."""
 
     free: int
-    """Nobody has it: no process, and no allocator."""
+    """Nobody has it, no process and no allocator, and this process may take it."""
     total: int
-    """Bytes of the whole device."""
+    """Bytes of the device, as many as this process may take."""
     cached: int
     """Held by torch's allocator and given to no tensor: free for tensors."""
 

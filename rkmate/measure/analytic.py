@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from rkmate import device as devices
 from rkmate.devices import Rates
@@ -21,7 +20,7 @@ from rkmate.graph.passes.tiles.tiled import InTiles
 from rkmate.ir.cd import HOISTED, CDGraph, Cost, Kernel
 from rkmate.measure.temporaries import bytes_of, temporary_bytes
 from rkmate.torch_seam.nodes import VALUE
-from rkmate.torch_seam.schema import operator_name
+from rkmate.torch_seam.schema import flops_of, operator_name
 
 Costs = dict[int, Cost]
 """Costs by C node."""
@@ -79,14 +78,12 @@ def _seconds_of_tiles(tiled: InTiles) -> float:
 
 
 def _seconds_of_arithmetic(node: fx.Node, rates: Rates) -> float:
-    packet = getattr(node.target, "overloadpacket", None)
-    count = flop_registry.get(packet)
-    if count is None:
-        return _numel(node.meta[VALUE]) / rates.flops_per_second
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
-    flops = float(count(*args, **kwargs, out_val=node.meta[VALUE]))
+    flops = flops_of(node.target, args, kwargs, node.meta[VALUE])
+    if flops is None:
+        return _numel(node.meta[VALUE]) / rates.flops_per_second
     dtype = str(_tensors([n.meta[VALUE] for n in node.all_input_nodes])[0].dtype).removeprefix("torch.")
-    return flops / rates.of_products(dtype, tf32=_may_be_tf32(packet))
+    return flops / rates.of_products(dtype, tf32=_may_be_tf32(node.target.overloadpacket))
 
 
 def _may_be_tf32(packet: Any) -> bool:

@@ -88,6 +88,8 @@ class _Planned(Follower):
             return None
 
     def _first_step(self, ready: Executable) -> FirstStep | None:
+        if self._within is not None:        # of a layer's call to its backward, other layers run
+            return None
         watched = super()._first_step(ready)
         if self.first_step is None:
             self.__dict__["first_step"] = watched

@@ -2,8 +2,8 @@
 
 The forward is one recording and the backward another, so that a step costs the host two calls however many
 operations it has. Inputs are copied to where the recording reads them. Outputs are copies. Gradients stand
-where the recording writes them: the next backward writes over them, which is refused where somebody still
-refers to them, and what a parameter's ``.grad`` has there is moved away first.
+where the recording writes them: the next step writes over them, which is refused where somebody still refers
+to them, and what a parameter's ``.grad`` has there is moved away first.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ class RecordedStep:
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor | None]]:
         """Replays the forward: its number, and copies of the outputs."""
+        self._make_room(tensors)
         sources = self._step.caller.now(tensors)
         for key, static in self._inputs.items():
             static.copy_(sources[key])
@@ -165,14 +166,14 @@ class RecordedStep:
         sources = self._step.caller.now(tensors)
         check_versions(self._versions, [*sources], [*sources.values()])
         self._open += 1
-        self._make_room(tensors)
         for i, static in self._tangents.items():
             static.copy_(given[i])  # type: ignore[arg-type]
         self._backward()
         return [g.detach() for g in self._grads.values()]      # an alias that `.grad` can become
 
     def _make_room(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Move away what is left of the gradients before."""
+        """Move away what is left of the gradients before. The recordings share memory: the forward may write
+        over gradients, too."""
         for key, grad in self._grads.items():
             if storage_users(grad) == self._unshared[key]:
                 continue
@@ -181,8 +182,8 @@ class RecordedStep:
                     target.grad.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr():
                 target.grad = target.grad.clone()
             if storage_users(grad) > self._unshared[key]:
-                raise BackwardError(f"with {_OPTION} a backward writes its gradients over those of the step "
-                                    f"before, and that of {key.partition(':')[2]!r} is still held: clone "
+                raise BackwardError(f"with {_OPTION} a step writes over the gradients of the step before, and "
+                                    f"that of {key.partition(':')[2]!r} is still held: clone "
                                     "what has to outlast a step")
 
 

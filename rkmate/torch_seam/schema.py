@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch._C import DispatchKey as DispatchKey
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch.utils.flop_counter import flop_registry
 
 TRACED_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 """Dispatch keys of the kernels that decompose an operator while it is traced."""
@@ -75,3 +76,19 @@ def below_views() -> Any:
     """Return a context like `below_autograd` in which views also do not know their base, and writes in place
     are not counted."""
     return torch._C._AutoDispatchBelowADInplaceOrView()
+
+
+def flops_of(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
+    """Return the floating-point operations of a call, as torch counts them; None where it has no formula.
+
+    args, kwargs, result: with tensors, real or fake. Keys and values of grouped-query attention have fewer
+    heads than queries; torch 2.11 counts attention with equal numbers only.
+    """
+    count = flop_registry.get(getattr(function, "overloadpacket", None))
+    if count is None:
+        return None
+    if operator_name(function).startswith("_scaled_dot_product"):
+        heads = max(a.shape[1] for a in args if isinstance(a, torch.Tensor) and a.dim() == 4)
+        args = [(a.shape[0], heads, *a.shape[2:]) if isinstance(a, torch.Tensor) and a.dim() == 4 else a
+                for a in args]
+    return int(count(*args, **kwargs, out_val=result))

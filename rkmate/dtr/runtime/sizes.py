@@ -12,13 +12,12 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from rkmate import device as devices
 from rkmate.device import Device, MeterError
 from rkmate.devices import Rates
 from rkmate.dtr.runtime.schema import map_tensors
-from rkmate.torch_seam.schema import OpOverload
+from rkmate.torch_seam.schema import OpOverload, flops_of
 from rkmate.torch_seam.tensors import storage_id
 
 # -- Times -----------------------------------------------------------------------------------------
@@ -31,8 +30,7 @@ def expected_nanoseconds(function: OpOverload, args: Any, kwargs: dict[str, Any]
     """Return the greater of arithmetic and memory traffic, plus a call."""
     moved: list[int] = []
     map_tensors([*args, *kwargs.values(), result], lambda t: moved.append(t.numel() * t.element_size()))
-    count = flop_registry.get(function.overloadpacket)
-    flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+    flops = flops_of(function, args, kwargs, result) or 0
     return int(1e9 * _RATES.seconds(flops / _RATES.flops_per_second, sum(moved)))
 
 

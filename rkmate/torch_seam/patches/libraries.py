@@ -140,7 +140,7 @@ def _no() -> bool:
 
 
 def _not_known(tensor: Any = None) -> bool:
-    return not is_unwrapped(tensor)
+    return tensor is not None and not is_unwrapped(tensor)
 
 
 def _answered(masks: ModuleType, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,7 +148,7 @@ def _answered(masks: ModuleType, function: Callable[..., Any]) -> Callable[..., 
     known in a trace."""
     def answered(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         value = None if tensor is None else _here.value_of(tensor)
-        if value is not None:
+        if tensor is None or value is not None:
             with outside_trace(), mock.patch.object(masks, _TRACING, _not_known):
                 answer = function(value, *args, **kwargs)
             if not isinstance(answer, torch.Tensor):
