@@ -1,7 +1,8 @@
 """Compare plans on a GPU with eager mode, a checkpoint around each block, and torch.compile, in pieces.
 
     python benchmarks/gpu.py check            gradients compared with eager's, on tiny models
-    python benchmarks/gpu.py first            GPT-2 medium, ResNet-50 in bf16: eager, checkpoint, 0.7 and 0.5
+    python benchmarks/gpu.py first            GPT-2 medium, ResNet-50 in bf16: eager, checkpoint, 0.7 and 0.5,
+                                              and 0.5 with compiled groups
     python benchmarks/gpu.py large            GPT-2 large, Llama 1B, ResNet-101, ViT-L: the same
     python benchmarks/gpu.py compile          torch.compile's `activation_memory_budget`
     python benchmarks/gpu.py reserved         reserved bytes, with expandable segments and without
@@ -89,11 +90,11 @@ def clear(model: nn.Module) -> None:
     torch.cuda.empty_cache()
 
 
-def planned(case: Case, budget: float | int, eager: Row, steps: int) -> Row:
-    """A plan's row: what it says, and what is measured."""
+def planned(case: Case, budget: float | int, eager: Row, steps: int, *, fused: bool = False) -> Row:
+    """A plan's row: what it says, and what is measured. `fused`: with compiled groups."""
     start = time.perf_counter()
     try:
-        wrapped = wrapped_at(case, budget)
+        wrapped = wrapped_at(case, budget, fused=fused)
     except rkmate.InfeasibleBudget as error:
         return needs(error)
     seconds, plan = time.perf_counter() - start, wrapped.plan
@@ -105,10 +106,10 @@ def planned(case: Case, budget: float | int, eager: Row, steps: int) -> Row:
             / plan.peak_bytes - 1, "predicted": 1 + plan.overhead, "planning_s": seconds}
 
 
-def wrapped_at(case: Case, budget: float | int | str) -> Any:
+def wrapped_at(case: Case, budget: float | int | str, *, fused: bool = False) -> Any:
     """A case's model, planned. Raises what `wrap` raises."""
     with case.around():
-        return rkmate.wrap(case.model, case.args, case.kwargs, budget=budget, progress=False,
+        return rkmate.wrap(case.model, case.args, case.kwargs, budget=budget, progress=False, compile=fused,
                            settings=rkmate.Settings(run=rkmate.RunSettings(verify=False)))
 
 
@@ -137,6 +138,8 @@ def against(name: str, options: Options) -> Iterator[Row]:
     for budget in FRACTIONS:
         yield {"way": f"rkmate {budget}", **planned(case, budget, eager, options.steps)}
         clear(case.model)
+    yield {"way": f"rkmate {budget} compiled", **planned(case, budget, eager, options.steps, fused=True)}
+    clear(case.model)
 
 
 def kinds(name: str, options: Options) -> Iterator[Row]:

@@ -24,6 +24,8 @@ PLAN, REQUESTED, RESERVED = ("plan, MiB", _mib("plan_mib")), ("requested, MiB", 
 LAUNCHES, WAITS, HOST = ("launches", _number("launches")), ("waits", _number("waits")), \
     ("host time, of eager's", _number("host", ".2f"))
 COLUMNS: dict[str, tuple[tuple[str, Callable[[Row], str]], ...]] = {
+    "first": (PLAN, REQUESTED, ("of eager's peak", _number("of_eager", ".0%")), WAITS,
+              ("time, of eager's", _number("time", ".3f")), ("predicted", _number("predicted", ".3f")), HOST),
     "table": (PLAN, REQUESTED, ("compared with the plan", _number("requested_over_plan", "+.2%")), RESERVED,
               ("of eager's peak", _number("of_eager", ".0%")), LAUNCHES, WAITS, HOST),
     "auto": (("given, MiB", _mib("given_mib")), RESERVED, ("caches emptied", _number("retries")),

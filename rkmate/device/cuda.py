@@ -144,9 +144,11 @@ class Cuda:
         if torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
             return                  # such a product would be refused, and the model has none
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-            one = torch.ones(1, 1, device=self.torch_device, requires_grad=True)
+            two = torch.ones(2, 2, device=self.torch_device, requires_grad=True)
+            product = torch.addmm(two[0], two, two)             # by cuBLASLt, its gradients by cuBLAS
+            product.register_hook(lambda grad: torch.addmm(grad[0], grad, grad).mul_(0))
             # The backward begins with a kernel of torch: cuBLAS warns if its call is a thread's first.
-            torch.autograd.grad((one @ one).sigmoid().sum(), one)
+            torch.autograd.grad(product.sigmoid().sum(), two)
 
     def timed(self, call: Callable[[], T]) -> tuple[float, T]:
         seconds, result = self._between_events(call, 1)
@@ -196,4 +198,4 @@ def _segment(told: Any, stream: int) -> Segment:
     small = told["segment_type"] == "small"
     if told["stream"] != stream or tuple(told["segment_pool_id"]) != (0, 0):
         return Segment(small, (Held(told["total_size"], False),))
-    return Segment(small, tuple(Held(block["size"], block["state"] == "inactive") for block in told["blocks"]))
+    return Segment(small, tuple(Held(b["size"], b["state"] == "inactive") for b in told["blocks"]))

@@ -83,12 +83,12 @@ def _seconds_of_arithmetic(node: fx.Node, rates: Rates) -> float:
     if flops is None:
         return _numel(node.meta[VALUE]) / rates.flops_per_second
     dtype = str(_tensors([n.meta[VALUE] for n in node.all_input_nodes])[0].dtype).removeprefix("torch.")
-    return flops / rates.of_products(dtype, tf32=_may_be_tf32(node.target.overloadpacket))
+    return flops / rates.of_products(dtype, tf32=_may_be_tf32(node.target))
 
 
-def _may_be_tf32(packet: Any) -> bool:
+def _may_be_tf32(function: Any) -> bool:
     """Return whether torch's settings let such a product of float32 numbers cut them to 19 bits."""
-    if packet in (aten.convolution, aten.convolution_backward):
+    if getattr(function, "overloadpacket", None) in (aten.convolution, aten.convolution_backward):
         return bool(torch.backends.cudnn.allow_tf32)
     return torch.get_float32_matmul_precision() != "highest"
 

@@ -182,9 +182,9 @@ class RecordedStep:
                     target.grad.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr():
                 target.grad = target.grad.clone()
             if storage_users(grad) > self._unshared[key]:
-                raise BackwardError(f"with {_OPTION} a step writes over the gradients of the step before, and "
-                                    f"that of {key.partition(':')[2]!r} is still held: clone "
-                                    "what has to outlast a step")
+                raise BackwardError(f"with {_OPTION} a step writes over the gradients of the step before, "
+                                    f"and that of {key.partition(':')[2]!r} is still held: clone what has "
+                                    "to outlast a step")
 
 
 def _addresses(step: PlannedStep, sources: dict[str, torch.Tensor]) -> list[int]:

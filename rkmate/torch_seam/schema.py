@@ -78,7 +78,7 @@ def below_views() -> Any:
     return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
-def flops_of(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
+def flops_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
     """Return the floating-point operations of a call, as torch counts them; None where it has no formula.
 
     args, kwargs, result: with tensors, real or fake. Keys and values of grouped-query attention have fewer

@@ -358,3 +358,29 @@ def _masked(n: int, padding: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     mask = torch.ones(3, n, dtype=torch.long)
     mask[1, n - padding:] = 0
     return (torch.arange(3 * n).reshape(3, n) * 5 % 9,), {"attention_mask": mask}
+
+
+class Unmasked(nn.Module):
+    """Attention without a mask, which asks whether it may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (2, 24)).transpose(1, 2).chunk(3, -1)
+        n = x.shape[1]
+        left_out = MASKS._ignore_bidirectional_mask_sdpa(None, n)
+        mask = None if left_out else torch.ones(n, n, dtype=torch.bool)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).square().sum()
+
+
+def test_no_mask_is_made_where_a_release_asks_whether_it_is_traced_first(monkeypatch: pytest.MonkeyPatch
+                                                                         ) -> None:
+    """As older releases do; nobody has given a mask."""
+    def asked(padding_mask: torch.Tensor | None, kv_length: int, local: int | None = None) -> bool:
+        return not MASKS.is_tracing(padding_mask) and (padding_mask is None or bool(padding_mask.all()))
+
+    monkeypatch.setattr(MASKS, "_ignore_bidirectional_mask_sdpa", asked)
+    wrapped = rkmate.wrap(Unmasked(), (torch.randn(2, 12, 16),), budget=1.0, **options_of(**OPTIONS))
+    assert "flash" in wrapped.source and "ones" not in wrapped.source

@@ -68,6 +68,17 @@ def test_auto_leaves_room_for_gradients_and_states() -> None:
     assert wrapped.plan.overhead == 0
 
 
+@pytest.mark.gpu
+def test_auto_leaves_what_the_process_may_not_take() -> None:
+    model = Net().cuda()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(2**30 / total)
+    try:
+        assert 0 < rkmate.auto_budget(model) < 2**30
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def test_the_largest_batch_is_the_largest() -> None:
     model = Net()
     held = sum(p.nbytes for p in model.parameters())

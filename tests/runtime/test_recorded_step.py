@@ -135,6 +135,21 @@ def test_gradients_are_added_to_those_that_are_there(x: torch.Tensor) -> None:
 
 
 @pytest.mark.gpu
+def test_a_forward_finds_no_gradient_in_the_memory_of_the_recording(x: torch.Tensor) -> None:
+    """The forward and the backward share memory, so the forward may write to where gradients stood."""
+    model = _model().cuda()
+    module = _wrapped(model, x + 1)
+    for _ in range(3):
+        module.zero_grad()
+        module(x + 1).sum().backward()
+    before = [(p.grad.data_ptr(), p.grad.clone()) for p in model.parameters()]  # type: ignore[union-attr]
+    module(x + 1)
+    for p, (address, grad) in zip(model.parameters(), before, strict=True):
+        assert p.grad is not None and p.grad.data_ptr() != address
+        _assert_same(p.grad, grad)
+
+
+@pytest.mark.gpu
 def test_a_gradient_that_is_still_held_is_not_written_over(x: torch.Tensor) -> None:
     model = _model().cuda()
     module = _wrapped(model, x)
