@@ -109,6 +109,8 @@ class Cpu:
 class EventsMeter(PartsMeter):
     """The peak of each of several parts of one run, from one profile of it."""
 
+    of_one_thread = True
+
     def __init__(self) -> None:
         self._session: Any = None
 

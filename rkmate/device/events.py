@@ -109,11 +109,16 @@ def give_way_by(stop: Callable[[], None]) -> None:
     _giving_way[:] = [stop]
 
 
+def make_way() -> None:
+    """Stop a measurement that gives way."""
+    while _giving_way:
+        _giving_way.pop()()
+
+
 @contextmanager
 def profiling() -> Iterator[Any]:
     """Profile memory events inside the context. Read the yielded profiler after the context."""
-    while _giving_way:
-        _giving_way.pop()()
+    make_way()
     measuring = _measuring          # the module's names may be gone when the process ends
     if not measuring.acquire(blocking=False):
         raise MeterError("memory is being measured already: measurements cannot be nested, and one "

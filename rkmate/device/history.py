@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rkmate.device.events import make_way
 from rkmate.device.protocol import MeterError, PartsMeter
 from rkmate.ir.simulate import Peak
 from rkmate.torch_seam import memory
@@ -62,6 +63,7 @@ class History:
     def recording(self) -> Iterator[None]:
         """Record, or listen in where the user records. Raises `MeterError` where something is measured
         already, or too little is recorded."""
+        make_way()
         if not _measuring.acquire(blocking=False):
             raise MeterError("memory is being measured already: measurements cannot be nested, and one "
                              "thread at a time can measure")
@@ -104,6 +106,8 @@ def _highest(found: Iterable[tuple[int, int]]) -> int:
 
 class HistoryMeter(PartsMeter):
     """The peak of each of several parts of one run, from one history of it."""
+
+    of_one_thread = False
 
     def __init__(self, device: int, size_of: Callable[[int], int]) -> None:
         self._history, self._size_of = History(device), size_of

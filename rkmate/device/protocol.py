@@ -56,6 +56,9 @@ class Statistics(Protocol):
 class PartsMeter(Protocol):
     """The peak of each of several parts of one run, at the price of one measurement."""
 
+    of_one_thread: bool
+    """Whether all parts have to be measured by the thread that has begun to."""
+
     def running(self) -> AbstractContextManager[object]:
         """Return the run that the parts belong to. Raises `MeterError` when a profiler is in the way."""
 

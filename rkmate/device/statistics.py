@@ -32,6 +32,8 @@ def measured(statistics: OwnStatistics, run: Callable[[], Peak[T]]) -> Peak[T]:
 class StatisticsMeter(PartsMeter):
     """The peak of each of several parts of one run. Resets the allocator's peak."""
 
+    of_one_thread = False
+
     def __init__(self, statistics: OwnStatistics,
                  running: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         """`running`: a context that is entered around the whole run."""

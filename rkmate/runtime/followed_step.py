@@ -32,7 +32,9 @@ class FollowedStep:
         """`parameters`: of the module. `meter`: None to tell only whether the backward came."""
         self.only_looks = meter is None
         """Whether it does not measure."""
-        self._meter, self._thread = meter, threading.get_ident()
+        self._meter = meter
+        self._thread = None if meter is None or not meter.of_one_thread else threading.get_ident()
+        """The only thread that may measure; None if any may."""
         self._running, self._stretch = contextlib.ExitStack(), contextlib.ExitStack()
         self._new = [0]
         """For each stretch of the step, bytes of gradients that were new by then."""
@@ -66,18 +68,21 @@ class FollowedStep:
             self._without.discard(id(parameter))
             self._others = [p for p in self._others if p is not parameter]
             new += parameter.grad.nbytes
-        if self._meter is not None and threading.get_ident() == self._thread:
+        if self._meter is not None and self._may_measure():
             self._stretch.close()
             self._stretch.enter_context(self._meter.part(len(self._new)))
             self._new.append(new)
 
+    def _may_measure(self) -> bool:
+        return self._thread in (None, threading.get_ident())
+
     def _end(self) -> None:
         self._waits_for_end = False
-        if threading.get_ident() == self._thread:
+        if self._may_measure():
             self._stretch.close()
 
     def _stop(self) -> None:
-        if threading.get_ident() == self._thread:
+        if self._may_measure():
             self._stretch.close()
             self._running.close()
 

@@ -215,7 +215,8 @@ class Parts(OneBudget):
             tensors = [*self._model.parameters(), *self._model.buffers()]
             place = devices.common([*tensors, *tensors_in((args, kwargs))])
             self._steps += 1
-            self._step = ObservedStep(tensors, place.parts_meter() if place.host else None)
+            place.warm_up()                     # what libraries keep is not of the step
+            self._step = ObservedStep(tensors, place.parts_meter())
         step = self._step
         self._inside += 1
         try:
@@ -430,8 +431,8 @@ class Parts(OneBudget):
             elif peak is not None:
                 self._to_measure = 0
         places = [t.device for t in self._model.parameters()]
-        if settings.gradients == "in_place" or not places or not devices.of(places[0]).host:
-            self._to_measure = 0                # statistics of an allocator watch each plan's first step
+        if settings.gradients == "in_place" or not places:
+            self._to_measure = 0
         self._followed = None if not self._to_measure else FollowedStep(
             self._model.parameters(), None if followed is None else devices.of(places[0]).parts_meter())
 

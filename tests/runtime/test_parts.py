@@ -156,7 +156,7 @@ class Growing(Stack):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = super().forward(x, y)
-        torch.empty(self.extra, dtype=torch.uint8)
+        torch.empty(self.extra, dtype=torch.uint8, device=x.device)
         return loss
 
 
@@ -535,6 +535,22 @@ def test_a_step_with_plans_that_is_over_its_budget(share: float, caplog: pytest.
             for w in warned] == [True] * (share == 0.9)
     assert (found <= int(0.7 * whole)) == (share == 0.3)
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.gpu
+def test_a_step_with_plans_that_is_over_its_budget_on_a_gpu() -> None:
+    """The device's own thread runs the backward."""
+    model = Growing([Layer() for _ in range(4)], drop=0.3).cuda()
+    x, y = X.cuda(), Y.cuda()
+    applied(model, 0.9)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for seed in range(8):
+            torch.manual_seed(seed)
+            model(x, y).backward()
+            model.extra = 2**24 if seed > 1 else 0
+    assert planned_parts(model)
+    assert sum("planned by parts, takes" in str(w.message) for w in warned) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*create_graph:rkmate.RkmateWarning")
