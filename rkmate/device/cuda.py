@@ -146,8 +146,9 @@ class Cuda:
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             two = torch.ones(2, 2, device=self.torch_device, requires_grad=True)
             product = torch.addmm(two[0], two, two)             # by cuBLASLt, its gradients by cuBLAS
-            product.register_hook(lambda grad: torch.addmm(grad[0], grad, grad).mul_(0))
-            # The backward begins with a kernel of torch: cuBLAS warns if its call is a thread's first.
+            # The backward's thread has workspaces of its own, and computes both kinds of products, too.
+            product.register_hook(lambda grad: torch.addmm(grad[0], grad, grad))
+            # It begins with a kernel of torch: cuBLAS warns if its call is a thread's first.
             torch.autograd.grad(product.sigmoid().sum(), two)
 
     def timed(self, call: Callable[[], T]) -> tuple[float, T]:
