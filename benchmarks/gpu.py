@@ -135,11 +135,10 @@ def against(name: str, options: Options) -> Iterator[Row]:
         case.checkpoint(False)
         yield {"way": "checkpoint", **found, **beside(found, eager)}
         clear(case.model)
-    for budget in FRACTIONS:
-        yield {"way": f"rkmate {budget}", **planned(case, budget, eager, options.steps)}
+    for budget, fused in (*((b, False) for b in FRACTIONS), (FRACTIONS[-1], True)):
+        yield {"way": f"rkmate {budget}" + " compiled" * fused,
+               **planned(case, budget, eager, options.steps, fused=fused)}
         clear(case.model)
-    yield {"way": f"rkmate {budget} compiled", **planned(case, budget, eager, options.steps, fused=True)}
-    clear(case.model)
 
 
 def kinds(name: str, options: Options) -> Iterator[Row]:

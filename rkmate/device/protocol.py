@@ -6,6 +6,7 @@ else asks what kind a device is.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class PartsMeter(Protocol):
     """The peak of each of several parts of one run, at the price of one measurement."""
 
     of_one_thread: bool
-    """Whether all parts have to be measured by the thread that has begun to."""
+    """Whether the thread that begins a run has to measure all of its parts, and to end it."""
 
     def running(self) -> AbstractContextManager[object]:
         """Return the run that the parts belong to. Raises `MeterError` when a profiler is in the way."""
@@ -74,6 +75,11 @@ class PartsMeter(Protocol):
     def peaks(self) -> dict[int, int]:
         """Return, after the run, the most bytes over the level at its start, for each part."""
         return peaks_over(self.levels())
+
+
+def thread_of(meter: PartsMeter) -> int | None:
+    """Return the only thread that may go on with a run which this thread begins; None if any may."""
+    return threading.get_ident() if meter.of_one_thread else None
 
 
 def peaks_over(levels: Mapping[int, tuple[int, int]]) -> dict[int, int]:

@@ -20,7 +20,7 @@ from rkmate.graph.passes.tiles.tiled import InTiles
 from rkmate.ir.cd import HOISTED, CDGraph, Cost, Kernel
 from rkmate.measure.temporaries import bytes_of, temporary_bytes
 from rkmate.torch_seam.nodes import VALUE
-from rkmate.torch_seam.schema import flops_of, operator_name
+from rkmate.torch_seam.schema import flop_formula, operator_name
 
 Costs = dict[int, Cost]
 """Costs by C node."""
@@ -78,10 +78,11 @@ def _seconds_of_tiles(tiled: InTiles) -> float:
 
 
 def _seconds_of_arithmetic(node: fx.Node, rates: Rates) -> float:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
-    flops = flops_of(node.target, args, kwargs, node.meta[VALUE])
-    if flops is None:
+    count = flop_formula(node.target)
+    if count is None:
         return _numel(node.meta[VALUE]) / rates.flops_per_second
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
+    flops = float(count(*args, **kwargs, out_val=node.meta[VALUE]))
     dtype = str(_tensors([n.meta[VALUE] for n in node.all_input_nodes])[0].dtype).removeprefix("torch.")
     return flops / rates.of_products(dtype, tf32=_may_be_tf32(node.target))
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from rkmate.device import MeterError
 from rkmate.device.events import give_way_by
-from rkmate.device.protocol import PartsMeter
+from rkmate.device.protocol import PartsMeter, thread_of
 from rkmate.torch_seam.tensors import after_backward
 
 
@@ -33,7 +33,7 @@ class FollowedStep:
         self.only_looks = meter is None
         """Whether it does not measure."""
         self._meter = meter
-        self._thread = None if meter is None or not meter.of_one_thread else threading.get_ident()
+        self._thread = None if meter is None else thread_of(meter)
         """The only thread that may measure; None if any may."""
         self._running, self._stretch = contextlib.ExitStack(), contextlib.ExitStack()
         self._new = [0]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rkmate.device.events import give_way_by
-from rkmate.device.protocol import MeterError, PartsMeter
+from rkmate.device.protocol import MeterError, PartsMeter, thread_of
 from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.tensors import storage_id
@@ -107,8 +107,8 @@ class ObservedStep:
         nothing does."""
         self._meter = meter
         self._stretch: Any = None
-        self._backward: tuple[AbstractContextManager[object], int] | None = None
-        """The run of the meter from the end of the forward on, and its thread."""
+        self._backward: tuple[AbstractContextManager[object], int | None] | None = None
+        """The run of the meter from the end of the forward on, and the only thread that may end it."""
         self._levels: dict[int, tuple[int, int, frozenset[int]]] = {}
         """Of each node of the backward: what the rest held, and what gradients took when it began; what
         parts held, and which."""
@@ -457,7 +457,7 @@ class ObservedStep:
             running.__enter__()
         except MeterError:                      # somebody measures, or profiles
             return
-        self._backward = running, threading.get_ident()
+        self._backward = running, thread_of(self._meter)
         give_way_by(self.finish)
         self._levels.clear()
         self._stretch = self._meter.part(_LOSS)
@@ -467,7 +467,7 @@ class ObservedStep:
         """Read what was measured since the forward. Called in the next forward, or by another measurement: a
         profiler that is stopped inside of a backward runs again, as autograd restores its thread's state."""
         running, self._backward = self._backward, None
-        if running is None or self._meter is None or running[1] != threading.get_ident():
+        if running is None or self._meter is None or running[1] not in (None, threading.get_ident()):
             return
         self._end_stretch()
         running[0].__exit__(None, None, None)

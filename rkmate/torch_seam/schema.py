@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,17 +78,20 @@ def below_views() -> Any:
     return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
-def flops_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
-    """Return the floating-point operations of a call, as torch counts them; None where it has no formula.
+def flop_formula(function: Any) -> Callable[..., int] | None:
+    """Return what counts the floating-point operations of a call, from its arguments and ``out_val``, as
+    torch does; None where torch has no formula.
 
-    args, kwargs, result: with tensors, real or fake. Keys and values of grouped-query attention have fewer
-    heads than queries; torch 2.11 counts attention with equal numbers only.
+    Keys and values of grouped-query attention have fewer heads than queries, and torch 2.11 counts attention
+    with equal numbers only: all count as many as there are at most.
     """
-    count = flop_registry.get(getattr(function, "overloadpacket", None))
-    if count is None:
-        return None
-    if operator_name(function).startswith("_scaled_dot_product"):
-        heads = max(a.shape[1] for a in args if isinstance(a, torch.Tensor) and a.dim() == 4)
-        args = [(a.shape[0], heads, *a.shape[2:]) if isinstance(a, torch.Tensor) and a.dim() == 4 else a
-                for a in args]
-    return int(count(*args, **kwargs, out_val=result))
+    count: Callable[..., int] | None = flop_registry.get(getattr(function, "overloadpacket", None))
+    if count is None or not operator_name(function).startswith("_scaled_dot_product"):
+        return count
+
+    def counted(*args: Any, **kwargs: Any) -> int:
+        shapes = {k: a.shape for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.dim() == 4}
+        heads = max(shape[1] for shape in shapes.values())
+        return count(*((shapes[k][0], heads, *shapes[k][2:]) if k in shapes else a
+                       for k, a in enumerate(args)), **kwargs)
+    return counted

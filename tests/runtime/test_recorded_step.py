@@ -121,13 +121,19 @@ def test_steps_follow_one_another(x: torch.Tensor, dropout: float, planner: str)
                 _assert_same(q.grad, p.grad)
 
 
+def _trained(x: torch.Tensor, steps: int) -> tuple[nn.Module, Any]:
+    """A model after some steps, and what wraps it."""
+    model = _model().cuda()
+    module = _wrapped(model, x)
+    for _ in range(steps):
+        module.zero_grad()
+        module(x).sum().backward()
+    return model, module
+
+
 @pytest.mark.gpu
 def test_gradients_are_added_to_those_that_are_there(x: torch.Tensor) -> None:
-    model = _model().cuda()
-    module = _wrapped(model, x + 1)
-    for _ in range(3):
-        module.zero_grad()
-        module(x + 1).sum().backward()
+    model, module = _trained(x + 1, 3)
     once = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
     module(x + 1).sum().backward()
     for p, g in zip(model.parameters(), once, strict=True):
@@ -137,11 +143,7 @@ def test_gradients_are_added_to_those_that_are_there(x: torch.Tensor) -> None:
 @pytest.mark.gpu
 def test_a_forward_finds_no_gradient_in_the_memory_of_the_recording(x: torch.Tensor) -> None:
     """The forward and the backward share memory, so the forward may write to where gradients stood."""
-    model = _model().cuda()
-    module = _wrapped(model, x + 1)
-    for _ in range(3):
-        module.zero_grad()
-        module(x + 1).sum().backward()
+    model, module = _trained(x + 1, 3)
     before = [(p.grad.data_ptr(), p.grad.clone()) for p in model.parameters()]  # type: ignore[union-attr]
     module(x + 1)
     for p, (address, grad) in zip(model.parameters(), before, strict=True):
@@ -151,11 +153,7 @@ def test_a_forward_finds_no_gradient_in_the_memory_of_the_recording(x: torch.Ten
 
 @pytest.mark.gpu
 def test_a_gradient_that_is_still_held_is_not_written_over(x: torch.Tensor) -> None:
-    model = _model().cuda()
-    module = _wrapped(model, x)
-    for _ in range(2):
-        module.zero_grad()
-        module(x).sum().backward()
+    model, module = _trained(x, 2)
     held = [p.grad for p in model.parameters()]
     module.zero_grad()
     with pytest.raises(BackwardError, match="still held"):

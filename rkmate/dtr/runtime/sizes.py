@@ -17,7 +17,7 @@ from rkmate import device as devices
 from rkmate.device import Device, MeterError
 from rkmate.devices import Rates
 from rkmate.dtr.runtime.schema import map_tensors
-from rkmate.torch_seam.schema import OpOverload, flops_of
+from rkmate.torch_seam.schema import OpOverload, flop_formula
 from rkmate.torch_seam.tensors import storage_id
 
 # -- Times -----------------------------------------------------------------------------------------
@@ -30,7 +30,8 @@ def expected_nanoseconds(function: OpOverload, args: Any, kwargs: dict[str, Any]
     """Return the greater of arithmetic and memory traffic, plus a call."""
     moved: list[int] = []
     map_tensors([*args, *kwargs.values(), result], lambda t: moved.append(t.numel() * t.element_size()))
-    flops = flops_of(function, args, kwargs, result) or 0
+    count = flop_formula(function)
+    flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
     return int(1e9 * _RATES.seconds(flops / _RATES.flops_per_second, sum(moved)))
 
 
