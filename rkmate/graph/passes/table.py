@@ -37,6 +37,7 @@ from rkmate.graph.passes.once import (
     wait_at_once,
 )
 from rkmate.graph.passes.outputs import put_outputs_back, take_outputs_off
+from rkmate.graph.passes.tiles.recurrent import segment_recurrent
 from rkmate.graph.passes.tiles.stretches import tile_stretches
 from rkmate.graph.passes.tiles.wide_products import tile_heads, tile_mlps
 from rkmate.graph.passes.verify import Verifier
@@ -74,6 +75,11 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "few images of a batch, bands of an image, blocks of a sequence or columns of weights at a time; "
             "last bits differ.",
             tile_stretches),
+    Rewrite("segments of recurrent layers",
+            "A fused recurrent layer keeps several values of its width for each step of a sequence. If a "
+            "budget needs it, it runs one segment of the sequence at a time, with the state carried; last "
+            "bits of its weights' gradients differ.",
+            segment_recurrent),
     Rewrite("channels last",
             "Convolutions, batch norms and poolings may have faster kernels for images with channels last. "
             "On request, networks of convolutions use this layout. Last bits differ, because other kernels "

@@ -28,6 +28,7 @@ from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import OwnOperator, register
 from rkmate.torch_seam.patches.cudnn_rnn import as_autocast_gives_them, is_cudnns, layers_of_cudnn
 from rkmate.torch_seam.schema import DispatchKey, python_kernels_replaced
+from rkmate.torch_seam.tensors import without_modes
 
 aten = torch.ops.aten
 
@@ -50,24 +51,29 @@ def make_recurrent_layers_whole(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is aten.mkldnn_rnn_layer.default:
             node.target = torch.ops.rkmate.recurrent_layer.default
-            y, h, c, workspace = node.meta[VALUE]
-            size = _workspace_bytes(node)
-            with y.fake_mode:
-                workspace = torch.empty(size, dtype=torch.uint8, device=y.device)
-            node.meta[VALUE] = (y, h, c, workspace)
+            with node.meta[VALUE][0].fake_mode:
+                node.meta[VALUE] = values_of(node)
             for user in node.users:
-                if user.args[1] == 3:
-                    user.meta[VALUE] = workspace
+                user.meta[VALUE] = node.meta[VALUE][user.args[1]]
+
+
+def values_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """Return tensors like a layer's results, in the mode that is on: output, states, and the workspace, whose
+    bytes are measured on zeros of the layer's own shapes."""
+    x, hx, cx = (node.args[k].meta[VALUE] for k in (0, 5, 6))              # type: ignore[union-attr]
+    output = x.new_empty(*x.shape[:-1], node.args[10])
+    workspace = torch.empty(_workspace_bytes(node), dtype=torch.uint8, device=x.device)
+    return output, hx.new_empty(hx.shape), cx.new_empty(cx.shape), workspace
 
 
 def _workspace_bytes(node: fx.Node) -> int:
-    """Measure the bytes of the workspace, on zeros of the layer's own shapes."""
     def real(argument: Any) -> Any:
         if not isinstance(argument, fx.Node):
             return argument
         like = argument.meta[VALUE]
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-    workspace = _run(*map(real, node.args))[3]
+    with without_modes():
+        workspace = _run(*map(real, node.args))[3]
     return int(workspace.numel() * workspace.element_size())
 
 

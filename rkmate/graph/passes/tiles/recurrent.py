@@ -1,0 +1,178 @@
+"""The rewrite that lets recurrent layers run one segment of their sequence at a time, with the state carried.
+
+A fused layer keeps a workspace for its backward: several values of the layer's width for each step of the
+sequence, most of what the layer needs. With a call for each segment, a schedule keeps the states between
+segments, and has the workspace of one segment at a time computed again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkmate.graph.passes.joint import Joint
+from rkmate.graph.passes.tiles.rewrite import call_meta
+from rkmate.torch_seam.nodes import VALUE, is_backward, wish_of
+from rkmate.torch_seam.patches.recurrent import values_of
+
+aten = torch.ops.aten
+
+SEGMENTS = 8
+"""Most segments of a layer: each has operations of its own, among which planners choose."""
+LEAST_STEPS = 32
+"""Steps of a segment, at least: the weights are read, and their gradients are added up, once in each."""
+_OUTPUT, _RESERVE = 0, 3
+"""Places among a layer's results; those of its last states are between."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The places of what segments differ in. The sequence comes first, among the arguments of both
+    operations, and so does its gradient among the results."""
+
+    gradient: Any
+    states: tuple[int, int]
+    """Among the arguments of both."""
+    output: int
+    """Among the gradient's arguments, as all that follow."""
+    leaving: tuple[int, ...]
+    """Of the last states."""
+    of_output: int
+    of_leaving: tuple[int, int]
+    reserve: int
+    of_states: tuple[int, int]
+    """Among the gradient's results."""
+    layout: tuple[int, ...]
+    """Among a layer's arguments: whether the batch is first, and whether the sequence is read backwards (on a
+    CPU), or in both directions (on a GPU)."""
+
+
+_LAYERS: dict[Any, _Layer] = {
+    torch.ops.rkmate.recurrent_layer.default: _Layer(
+        aten.mkldnn_rnn_layer_backward.default, (5, 6), 7, (8, 9), 10, (11, 12), 22, (5, 6), (14, 7)),
+    torch.ops.rkmate.cudnn_rnn.default: _Layer(
+        torch.ops.rkmate.cudnn_rnn_backward.default, (2, 3), 4, (), 5, (6, 7), 8, (1, 2), (6, 8)),
+}
+
+
+def segment_recurrent(joint: Joint) -> None:
+    """Note the weights of long recurrent layers whose backward is in the graph; run these layers in segments
+    if tiles are asked for."""
+    found = [(layer, gradient) for layer in joint.graph.nodes if layer.target in _LAYERS
+             for gradient in [_gradient_of(layer)] if gradient is not None and len(_bounds(layer)) > 1]
+    weights = [joint.name(n) for layer, _ in found for n in layer.all_input_nodes
+               if n in joint.sources and joint.sources[n].kind == "param"]
+    joint.concerned["tiles"] = tuple(dict.fromkeys((*joint.concerned["tiles"], *weights)))
+    if "tiles" in joint.choices:
+        for layer, gradient in found:
+            _in_segments(joint, layer, gradient)
+
+
+def _gradient_of(layer: fx.Node) -> fx.Node | None:
+    """Return the one operation that reads what a layer keeps, if it is the layer's gradient."""
+    readers = [u for item in layer.users if item.args[1] == _RESERVE for u in item.users]
+    if len(readers) != 1 or readers[0].target is not _LAYERS[layer.target].gradient \
+            or any(wish_of(n) is not None for n in (layer, *layer.users)):
+        return None
+    return readers[0]
+
+
+def _bounds(layer: fx.Node) -> list[tuple[int, int]]:
+    """Return the first step of each segment and the one behind its last, in the order in which they run."""
+    x: Any = layer.args[0]
+    first, other = (bool(layer.args[k]) for k in _LAYERS[layer.target].layout)
+    on_cpu = layer.target is not torch.ops.rkmate.cudnn_rnn.default
+    length = int(x.meta[VALUE].shape[1 if first else 0])
+    parts = min(SEGMENTS, length // LEAST_STEPS)
+    if parts < 2 or (layer.args[8] if on_cpu else other) or (on_cpu and not x.meta[VALUE].is_contiguous()):
+        return [(0, length)]
+    step = -(-length // parts)
+    found = [(start, min(start + step, length)) for start in range(0, length, step)]
+    return found[::-1] if other else found
+
+
+def _in_segments(joint: Joint, layer: fx.Node, gradient: fx.Node) -> None:
+    of, bounds = _LAYERS[layer.target], _bounds(layer)
+    dim = 1 if layer.args[of.layout[0]] else 0
+    places = [k for k in of.states if layer.args[k] is not None]
+    making = _Making(joint, layer, dim)
+    entering: list[list[Any]] = [[layer.args[k] for k in places]]
+    segments = []
+    for bound in bounds:
+        segments.append(making.items({0: making.steps(layer.args[0], bound)} | dict(
+            zip(places, entering[-1], strict=True))))
+        entering.append(segments[-1][1:1 + len(places)])
+    whole = making.joined([s[_OUTPUT] for s in segments], bounds)
+    making.replace([whole, *segments[-1][1:_RESERVE]])
+
+    making = _Making(joint, gradient, dim)
+    of_leaving = [gradient.args[k] for k in of.of_leaving[:len(places)]]
+    from_states = of.of_states[:len(places)]
+    found: list[list[fx.Node]] = []
+    for bound, states, left, segment in reversed(list(zip(bounds, entering, entering[1:], segments,
+                                                          strict=False))):
+        found.append(making.items(
+            {k: making.steps(gradient.args[k], bound) for k in (0, of.of_output)}
+            | {of.output: making.steps(whole, bound), of.reserve: segment[_RESERVE]}
+            | dict(zip(places, states, strict=True)) | dict(zip(of.leaving, left, strict=False))
+            | dict(zip(of.of_leaving, of_leaving, strict=False))))
+        of_leaving = [found[-1][k] for k in from_states]
+    making.replace([making.joined([f[0] for f in found], bounds[::-1]) if k == 0 else
+                    found[-1][k] if k in from_states else making.sum_of([f[k] for f in found])
+                    for k in range(len(found[0]))])
+
+
+@dataclass
+class _Making:
+    """Operations that take the place of one operation with several results."""
+
+    joint: Joint
+    instead_of: fx.Node
+    dim: int
+    """Of a sequence's steps."""
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        """Add an operation."""
+        old = self.instead_of
+        with self.joint.graph.inserting_before(old):
+            node = self.joint.graph.call_function(target, args)
+        node.meta = call_meta([old], backward=is_backward(old))
+        weight: Any = next(n for n in old.all_input_nodes).meta[VALUE]
+        with weight.fake_mode:
+            node.meta[VALUE] = values_of(node) if target is torch.ops.rkmate.recurrent_layer.default \
+                else target(*fx.node.map_arg(args, lambda n: n.meta[VALUE]))
+        return node
+
+    def items(self, other: dict[int, Any]) -> list[fx.Node]:
+        """Add the operation with some arguments replaced, and return its results."""
+        args = [other.get(k, a) for k, a in enumerate(self.instead_of.args)]
+        made = self.call(self.instead_of.target, *args)
+        return [self.call(operator.getitem, made, k) for k in range(len(made.meta[VALUE]))]
+
+    def steps(self, of: Any, bound: tuple[int, int]) -> fx.Node | None:
+        """Return some steps of a sequence; None of none."""
+        return None if of is None else self.call(aten.slice.Tensor, of, self.dim, *bound)
+
+    def joined(self, parts: Sequence[fx.Node], bounds: Sequence[tuple[int, int]]) -> fx.Node:
+        """Return the whole sequence."""
+        order = sorted(range(len(parts)), key=lambda k: bounds[k])
+        return self.call(aten.cat.default, [parts[k] for k in order], self.dim)
+
+    def sum_of(self, parts: Sequence[fx.Node]) -> fx.Node:
+        """Return the sum."""
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = self.call(aten.add.Tensor, whole, part)
+        return whole
+
+    def replace(self, results: Sequence[fx.Node]) -> None:
+        """Let the readers of the operation's results read these; nothing reads those beyond."""
+        for item in list(self.instead_of.users):
+            number: Any = item.args[1]
+            if number < len(results):
+                self.joint.replace(item, results[number])
