@@ -51,19 +51,21 @@ def make_recurrent_layers_whole(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is aten.mkldnn_rnn_layer.default:
             node.target = torch.ops.rkmate.recurrent_layer.default
-            with node.meta[VALUE][0].fake_mode:
-                node.meta[VALUE] = values_of(node)
+            node.meta[VALUE] = values_of(node, node.meta[VALUE])
             for user in node.users:
                 user.meta[VALUE] = node.meta[VALUE][user.args[1]]
 
 
-def values_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """Return tensors like a layer's results, in the mode that is on: output, states, and the workspace, whose
-    bytes are measured on zeros of the layer's own shapes."""
-    x, hx, cx = (node.args[k].meta[VALUE] for k in (0, 5, 6))              # type: ignore[union-attr]
-    output = x.new_empty(*x.shape[:-1], node.args[10])
-    workspace = torch.empty(_workspace_bytes(node), dtype=torch.uint8, device=x.device)
-    return output, hx.new_empty(hx.shape), cx.new_empty(cx.shape), workspace
+def values_of(node: fx.Node, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return fake tensors like a layer's results: output, states, and the workspace, whose bytes are measured
+    on zeros of the layer's own shapes. `like`: results of a layer that differs in its number of steps at
+    most."""
+    sequence: Any = node.args[0]
+    output, hidden, cell, _ = like
+    with output.fake_mode:                                                  # type: ignore[attr-defined]
+        return (output.new_empty(sequence.meta[VALUE].shape[0], *output.shape[1:]),
+                hidden.new_empty(hidden.shape), cell.new_empty(cell.shape),
+                torch.empty(_workspace_bytes(node), dtype=torch.uint8, device=output.device))
 
 
 def _workspace_bytes(node: fx.Node) -> int:

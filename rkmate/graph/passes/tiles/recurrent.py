@@ -142,10 +142,11 @@ class _Making:
         with self.joint.graph.inserting_before(old):
             node = self.joint.graph.call_function(target, args)
         node.meta = call_meta([old], backward=is_backward(old))
-        weight: Any = next(n for n in old.all_input_nodes).meta[VALUE]
-        with weight.fake_mode:
-            node.meta[VALUE] = values_of(node) if target is torch.ops.rkmate.recurrent_layer.default \
-                else target(*fx.node.map_arg(args, lambda n: n.meta[VALUE]))
+        if target is torch.ops.rkmate.recurrent_layer.default:
+            node.meta[VALUE] = values_of(node, old.meta[VALUE])
+        else:
+            with old.all_input_nodes[0].meta[VALUE].fake_mode:
+                node.meta[VALUE] = target(*fx.node.map_arg(args, lambda n: n.meta[VALUE]))
         return node
 
     def items(self, other: dict[int, Any]) -> list[fx.Node]:
