@@ -42,7 +42,7 @@ from rkmate.pipeline.part_plans import ways_of
 from rkmate.pipeline.prepare import Blocked, block, trace, with_operation_costs
 from rkmate.pipeline.variants import CHUNKED_LOSS, first, together
 from rkmate.planners.several_calls import Item, Way
-from rkmate.runtime.agreement import Ranks, ranks_that_share
+from rkmate.runtime.agreement import Ranks, ranks_that_share, shows_signs
 from rkmate.runtime.guards import Guards, guards_of
 from rkmate.runtime.kept_plans import Planning, Prototype, Specialization
 from rkmate.runtime.module import PlannedModule
@@ -494,7 +494,8 @@ class Sharded(OneBudget):
         refused: InfeasibleBudget | None = None
         if now.rest is not None and not now.is_shared:
             try:
-                self._share(now)
+                with shows_signs(alone=ranks is None):
+                    self._share(now)
             except InfeasibleBudget as error:
                 if ranks is None and several_ranks():   # others may wait for this rank in a collective
                     warn(f"{error}. Its steps take that")
