@@ -61,12 +61,7 @@ from rkmate.runtime.step_moments import room_for
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import (
-    forward_hooks_of,
-    forward_pre_hooks_of,
-    own_call,
-    submodules_of,
-)
+from rkmate.torch_seam.modules import forward_hooks_of, forward_pre_hooks_of, own_call, submodules_of
 from rkmate.torch_seam.trace import several_ranks
 
 logger = logging.getLogger("rkmate")
@@ -181,7 +176,8 @@ class Sharded(OneBudget):
         "{name} is sharded, and no plans of its layers keep a step within {budget:,} bytes: what is outside "
         "of all plans (gathered parameters, their gradients, buffers of the exchange) takes up to "
         "{outside:,}, and the smallest budget that can be met is about {least:,} bytes ({share:.0%} of the "
-        "step's own peak of about {plain:,} bytes)")
+        "step's own peak of about {plain:,} bytes). To gather parameters of {name} itself for a shorter "
+        "time, shard their modules by themselves: an embedding, and a head together with its loss")
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], planning: Planning) -> None:
         """Raises `ArgumentError`: several calls before a backward were asked for."""
