@@ -176,8 +176,7 @@ class Sharded(OneBudget):
         "{name} is sharded, and no plans of its layers keep a step within {budget:,} bytes: what is outside "
         "of all plans (gathered parameters, their gradients, buffers of the exchange) takes up to "
         "{outside:,}, and the smallest budget that can be met is about {least:,} bytes ({share:.0%} of the "
-        "step's own peak of about {plain:,} bytes). To gather parameters of {name} itself for a shorter "
-        "time, shard their modules by themselves: an embedding, and a head together with its loss")
+        "step's own peak of about {plain:,} bytes)")
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], planning: Planning) -> None:
         """Raises `ArgumentError`: several calls before a backward were asked for."""
@@ -192,6 +191,10 @@ class Sharded(OneBudget):
             m in above.modules() for above in model.modules()
             if above not in (m, model) and is_sharded(above))]
         """The outermost sharded modules."""
+        if (own := self._own_bytes()) > sum(p.nbytes for p in model.parameters()) // 20:
+            self._too_large += (
+                f". {own:,} bytes are parameters of {{name}} itself, which are gathered for the whole step: "
+                "shard their modules by themselves (an embedding; a head together with its loss)")
         self._places = [(parent, name, unit) for parent in model.modules()
                         for name, unit in submodules_of(parent).items()
                         if unit is not None and any(unit is u for u in self.units)]
