@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass, replace
-from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -113,8 +112,9 @@ def _plain(value: Any) -> str:
 
 BEAT, COMPUTES = 1.0, 0.01
 """Seconds between two signs, and seconds of processor time in between without which there is no sign."""
-POLL = 10.0
-"""Seconds after which a rank that waits looks for signs at the latest."""
+POLL, LOOK = 0.5, 10.0
+"""Seconds between two looks of a rank that waits, at most: for texts of others, and for their signs. (A store
+that waits by itself prints a warning whenever its time is over.)"""
 _meets = threading.Event()
 """Set while this rank waits for others."""
 
@@ -343,16 +343,16 @@ class Ranks:
         """Wait for the texts of all ranks, or until one of them has given up. Return the ranks that have
         shown no sign for the group's timeout."""
         seen: dict[int, tuple[int, float]] = {}
-        while True:
-            try:
-                self._store.wait(keys, timedelta(seconds=min(POLL, self._seconds / 8)))
-                return []
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError:            # its time is over: each kind of store has another error
-                absent = [rank for rank, key in zip(self._numbers, keys, strict=True)
-                          if not self._store.check([key])]
-            now = time.monotonic()
+        every, pause = min(LOOK, self._seconds / 8), 0.001
+        look = time.monotonic() + every
+        while not self._store.check(keys):
+            time.sleep(pause)
+            pause, now = min(POLL, 1.5 * pause), time.monotonic()
+            if now < look:
+                continue
+            look = now + every
+            absent = [rank for rank, key in zip(self._numbers, keys, strict=True)
+                      if not self._store.check([key])]
             for rank in absent:
                 signs = self._store.add(_signs_of(rank), 0)
                 if rank not in seen or seen[rank][0] != signs:
@@ -360,6 +360,7 @@ class Ranks:
             silent = [rank for rank in absent if now - seen[rank][1] >= self._seconds]
             if silent or self._store.check([over]):
                 return silent
+        return []
 
     def _late(self, waited: int, missing: Sequence[int], planning: bool) -> RankError:
         if planning and missing == self._numbers[:1]:

@@ -263,8 +263,8 @@ def test_ranks_wait_for_one_that_plans_for_longer_than_the_timeout(found: Found)
 
 
 class _Store:
-    """A store, and a clock that goes on when a rank waits. `others`: does what the other ranks do while it
-    waits once."""
+    """A store, and a clock that goes on by a second when a rank waits. `others`: does what the other ranks do
+    in that second."""
 
     def __init__(self, others: Callable[[dict[str, Any]], None]) -> None:
         self.now, self._others, self._texts = 0.0, others, dict[str, Any]()
@@ -283,11 +283,9 @@ class _Store:
         self._texts[key] = found = self._texts.get(key, 0) + number
         return int(found)
 
-    def wait(self, keys: list[str], limit: timedelta) -> None:
-        if not self.check(keys):
-            self.now += limit.total_seconds()
-            self._others(self._texts)
-            raise RuntimeError("its time is over")
+    def sleep(self, seconds: float) -> None:
+        self.now += 1.0
+        self._others(self._texts)
 
 
 def _told(monkeypatch: pytest.MonkeyPatch, others: Callable[[dict[str, Any]], None]
@@ -296,7 +294,7 @@ def _told(monkeypatch: pytest.MonkeyPatch, others: Callable[[dict[str, Any]], No
     store = _Store(others)
     monkeypatch.setattr(agreement, "meeting_place", lambda group: (store, 8.0))
     monkeypatch.setattr(agreement.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: store.now))
+    monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep))
     ranks = Ranks(numbers=[0, 1, 2])
     return lambda: (ranks.told("one"), store.now)
 
