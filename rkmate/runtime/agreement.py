@@ -158,12 +158,13 @@ def shows_signs(*, alone: bool = False) -> Iterator[None]:
     """Show the ranks that wait for this one that it plans. `alone`: as far as is known, no other rank plans
     the same."""
     signs = _signs.get()
-    if signs is not None or not several_ranks() or dist.get_backend() == "fake":
-        if signs is not None and not alone:
-            signs.alone = False
+    if signs is not None and not alone:
+        signs.alone = False
+    is_first = signs is None and several_ranks() and dist.get_backend() != "fake"
+    store, limit = meeting_place(None) if is_first else (None, 0.0)
+    if store is None:                       # or MPI has started the ranks
         yield
         return
-    store, limit = meeting_place(None)
     signs = Signs(store, dist.get_rank(), limit)
     signs.alone = alone
     token = _signs.set(signs)

@@ -23,6 +23,7 @@ from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
 from rkmate.runtime import agreement
 from rkmate.runtime.agreement import Ranks, Signs
+from rkmate.torch_seam.trace import meeting_place
 from tests.semantics.ranks import Found
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
@@ -153,7 +154,7 @@ def _absent(rank: int) -> dict[str, Any]:
 def _slow(rank: int) -> dict[str, Any]:
     """Rank 0 plans until rank 1 has waited for more than the group's timeout."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=SHORT))
-    store, plain, looks = agreement.meeting_place(group)[0], agreement._signs_of, count(1)
+    store, plain, looks = meeting_place(group)[0], agreement._signs_of, count(1)
 
     class Slow(_Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -360,6 +361,12 @@ def test_signs_stop_where_a_rank_stands_still(monkeypatch: pytest.MonkeyPatch, a
     signs.run()
     assert store.add("rkmate/plans/3", 0) == 3
     assert [r.getMessage()[:18] for r in caplog.records] == ["rank 3 has planned"] * alone
+
+
+def test_a_backend_without_options_has_the_default_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
+    group = SimpleNamespace(_device_types=["cpu"], _get_backend=lambda kind: object())
+    assert meeting_place(group) == (None, dist.default_pg_timeout.total_seconds())
 
 
 def test_new_shapes_is_one_of_two_words() -> None:
