@@ -112,9 +112,9 @@ def _plain(value: Any) -> str:
 
 BEAT, COMPUTES = 1.0, 0.01
 """Seconds between two signs, and seconds of processor time in between without which there is no sign."""
-POLL, LOOK = 0.5, 10.0
-"""Seconds between two looks of a rank that waits, at most: for texts of others, and for their signs. (A store
-that waits by itself prints a warning whenever its time is over.)"""
+POLL, POLL_OF_RANK, LOOK = 0.5, 0.025, 10.0
+"""Seconds between two looks of a rank that waits, at most: for texts of others, for texts per rank (one
+process answers all ranks), and for signs. (A store prints a warning when a wait of its own is over.)"""
 _meets = threading.Event()
 """Set while this rank waits for others."""
 
@@ -345,10 +345,11 @@ class Ranks:
         shown no sign for the group's timeout."""
         seen: dict[int, tuple[int, float]] = {}
         every, pause = min(LOOK, self._seconds / 8), 0.001
+        longest = min(POLL, POLL_OF_RANK * len(keys))
         look = time.monotonic() + every
         while not self._store.check(keys):
             time.sleep(pause)
-            pause, now = min(POLL, 1.5 * pause), time.monotonic()
+            pause, now = min(longest, 1.5 * pause), time.monotonic()
             if now < look:
                 continue
             look = now + every
