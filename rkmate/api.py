@@ -296,7 +296,7 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
     Measured times differ from process to process, so each process would find a plan of its own. Call this in
     every process of the group, and pass the result to `wrap` or `apply` as ``plan``. Before anything is
     planned, the processes compare model, arguments, budget, settings and versions. A process waits for
-    the others at most for the group's timeout.
+    another one as long as that one plans, and otherwise at most for the group's timeout.
 
     Args:
         model, args, kwargs, budget: as for `plan`, equal in all processes.

@@ -1,8 +1,9 @@
 """Ranks that agree: before they plan, they compare what they plan for; then the first rank plans for all.
 
-Ranks meet in the store of their process group, not in a collective. A rank that does not come (it has ended,
-waits in a collective, or does not plan) is named by the others when the group's timeout is over, and a
-collective that another rank waits in is not disturbed.
+Ranks meet in the store of their process group, not in a collective. A rank that plans shows that it goes on,
+and the others wait for it as long as it does. A rank that does not come (it has ended, waits in a collective,
+or does not plan) is named by the others when it has shown nothing for the group's timeout, and a collective
+that another rank waits in is not disturbed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import platform
 import re
+import threading
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass, replace
-from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -34,6 +39,7 @@ from rkmate.show.plan import Plan
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.trace import meeting_place, process_group, several_ranks
 
+logger = logging.getLogger("rkmate")
 T = TypeVar("T")
 Description = Mapping[str, Sequence[str]]
 """The things that a rank plans for: lines of text, by subject."""
@@ -100,6 +106,78 @@ def _tensor(tensor: torch.Tensor) -> str:
 
 def _plain(value: Any) -> str:
     return _ADDRESS.sub("", value if isinstance(value, str) else repr(value))
+
+
+# -- Signs of a rank that plans --------------------------------------------------------------------
+
+BEAT, COMPUTES = 1.0, 0.01
+"""Seconds between two signs, and seconds of processor time in between without which there is no sign."""
+POLL, POLL_OF_RANK, LOOK = 0.5, 0.025, 10.0
+"""Seconds between two looks of a rank that waits, at most: for texts of others, for texts per rank (one
+process answers all ranks), and for signs. (A store prints a warning when a wait of its own is over.)"""
+_meets = threading.Event()
+"""Set while this rank waits for others."""
+
+
+class Signs:
+    """Signs that a rank plans: its number in the store goes up each second in which its process has computed.
+
+    A thread gives them. A process that has ended, or that stands still, gives none.
+    """
+
+    def __init__(self, store: Any, rank: int, limit: float) -> None:
+        """`limit`: the seconds after which ranks in a collective give up."""
+        self._store, self._rank, self._limit = store, rank, limit
+        self.alone = True
+        """Whether this rank plans without the others, which may wait for it in a collective."""
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        """Give signs until planning is over, and say when others that wait in a collective give up."""
+        begin, spent = time.monotonic(), time.process_time()
+        while not self.over.wait(BEAT):
+            before, spent = spent, time.process_time()
+            if spent - before > COMPUTES and not _meets.is_set():
+                try:
+                    self._store.add(_signs_of(self._rank), 1)
+                except RuntimeError:        # the store is gone: this rank finds out when it meets the others
+                    return
+            if self.alone and time.monotonic() - begin >= self._limit:
+                self.alone = False
+                logger.warning(
+                    "rank %d has planned for %s seconds, which is the timeout of its process group: ranks "
+                    "that wait for it in a collective give up now. Set init_process_group(timeout=...) to "
+                    "more than planning takes", self._rank, f"{self._limit:,.0f}")
+
+
+_signs: ContextVar[Signs | None] = ContextVar("_signs", default=None)
+
+
+@contextmanager
+def shows_signs(*, alone: bool = False) -> Iterator[None]:
+    """Show the ranks that wait for this one that it plans. `alone`: as far as is known, no other rank plans
+    the same."""
+    signs = _signs.get()
+    if signs is not None and not alone:
+        signs.alone = False
+    is_first = signs is None and several_ranks() and dist.get_backend() != "fake"
+    store, limit = meeting_place(None) if is_first else (None, 0.0)
+    if store is None:                       # or MPI has started the ranks
+        yield
+        return
+    signs = Signs(store, dist.get_rank(), limit)
+    signs.alone = alone
+    token = _signs.set(signs)
+    threading.Thread(target=signs.run, daemon=True).start()
+    try:
+        yield
+    finally:
+        signs.over.set()
+        _signs.reset(token)
+
+
+def _signs_of(rank: int) -> str:
+    return f"rkmate/plans/{rank}"
 
 
 # -- Meeting ---------------------------------------------------------------------------------------
@@ -171,6 +249,7 @@ class Ranks:
             text = f"{type(error).__name__}: {error}"
         self._exchanged(text)
 
+    @shows_signs()
     def led(self, make: Callable[[], T], plan_of: Callable[[T], Plan], follow: Callable[[Plan], T],
             assist: Callable[[str], None] | None = None) -> T:
         """Return what the first rank makes and the others follow.
@@ -183,7 +262,7 @@ class Ranks:
 
         Raises:
             RkmateError: what the first rank raised, on every rank.
-            RankError: the first rank has not planned within the group's timeout.
+            RankError: the first rank has shown no sign of planning for the group's timeout.
         """
         made: T | None = None
         told: list[Plan | RkmateError | str | None] = [None]
@@ -215,6 +294,7 @@ class Ranks:
             raise RkmateError(f"the first process could not plan: {found}")
         return follow(found)
 
+    @shows_signs()
     def together(self, call: Callable[[], T]) -> T:
         """Return what a call returns, if it succeeds on all ranks. Raises `RankError` if it fails on another
         one."""
@@ -240,28 +320,60 @@ class Ranks:
         met[self._name] += 1
         place = f"rkmate/{self._name}/{met[self._name]}"
         keys = [f"{place}/{rank}" for rank in self._numbers]
-        self._store.set(f"{place}/{self._mine}", text)
+        _meets.set()
         try:
-            self._store.wait(keys, timedelta(seconds=self._seconds))
-        except Exception as error:          # each kind of store has another one
-            missing = [r for r, key in zip(self._numbers, keys, strict=True) if not self._store.check([key])]
+            self._store.set(f"{place}/{self._mine}", text)
+            missing = self._wait(keys, f"{place}/over")
             if missing:
-                self._store.set(f"{place}/over", json.dumps(self._mine))
-                raise self._late(missing, planning) from error
-        if self._store.check([f"{place}/over"]):
-            waited = self._store.get(f"{place}/over").decode()
-            raise RankError(f"rank {self._mine} came too late to compare plans: rank {waited} has waited for "
-                            f"{self._seconds:,.0f} seconds, and has raised an error")
-        return [self._store.get(key).decode() for key in keys]
+                self._store.set(f"{place}/over", json.dumps([self._mine, missing]))
+                raise self._late(self._mine, missing, planning)
+            if self._store.check([f"{place}/over"]):
+                waited, missing = json.loads(self._store.get(f"{place}/over"))
+                raise RankError(
+                    f"rank {self._mine} came too late to compare plans: rank {waited} has waited for "
+                    f"{self._seconds:,.0f} seconds, and has raised an error"
+                ) if self._mine in missing else self._late(waited, missing, planning)
+            return [self._store.get(key).decode() for key in keys]
+        except dist.DistNetworkError as error:
+            raise RankError(f"rank {self._mine} cannot reach the store of its process group any more: the "
+                            "process that holds it (rank 0, or its launcher) has ended") from error
+        finally:
+            _meets.clear()
 
-    def _late(self, missing: Sequence[int], planning: bool) -> RankError:
-        first = planning and missing == self._numbers[:1]
+    def _wait(self, keys: Sequence[str], over: str) -> list[int]:
+        """Wait for the texts of all ranks, or until one of them has given up. Return the ranks that have
+        shown no sign for the group's timeout."""
+        seen: dict[int, tuple[int, float]] = {}
+        every, pause = min(LOOK, self._seconds / 8), 0.001
+        longest = min(POLL, POLL_OF_RANK * len(keys))
+        look = time.monotonic() + every
+        while not self._store.check(keys):
+            time.sleep(pause)
+            pause, now = min(longest, 1.5 * pause), time.monotonic()
+            if now < look:
+                continue
+            look = now + every
+            absent = [rank for rank, key in zip(self._numbers, keys, strict=True)
+                      if not self._store.check([key])]
+            for rank in absent:
+                signs = self._store.add(_signs_of(rank), 0)
+                if rank not in seen or seen[rank][0] != signs:
+                    seen[rank] = signs, now
+            silent = [rank for rank in absent if now - seen[rank][1] >= self._seconds]
+            if silent or self._store.check([over]):
+                return silent
+        return []
+
+    def _late(self, waited: int, missing: Sequence[int], planning: bool) -> RankError:
+        if planning and missing == self._numbers[:1]:
+            return RankError(
+                f"rank {missing[0]}, which plans for all ranks, has shown rank {waited} no progress for "
+                f"{self._seconds:,.0f} seconds: it has ended, or stands still. "
+                "init_process_group(timeout=...) sets the limit")
         return RankError(
-            f"rank {self._mine} has waited {self._seconds:,.0f} seconds for rank "
-            f"{', '.join(map(str, missing))}, which {'still plans' if first else 'did not come'} "
-            + ("or has ended. init_process_group(timeout=...) sets the limit" if first else
-               "to compare plans: all ranks that follow one plan have to plan the same calls, in the same "
-               f"order{_OR_ALONE}. init_process_group(timeout=...) sets the limit"))
+            f"rank {waited} has waited {self._seconds:,.0f} seconds for rank {', '.join(map(str, missing))}, "
+            "which did not come to compare plans: all ranks that follow one plan have to plan the same "
+            f"calls, in the same order{_OR_ALONE}. init_process_group(timeout=...) sets the limit")
 
     def _difference(self, texts: Sequence[Sequence[str]]) -> str:
         """Return the first line that differs, of each rank."""

@@ -33,7 +33,7 @@ from rkmate.pipeline.refuse import room_within
 from rkmate.pipeline.search import make_plan
 from rkmate.pipeline.sizes import KnownPlan, plan_that_fits
 from rkmate.runtime.adapters import Observations
-from rkmate.runtime.agreement import Ranks, description, ranks_in, ranks_of
+from rkmate.runtime.agreement import Ranks, description, ranks_in, ranks_of, shows_signs
 from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
@@ -167,7 +167,8 @@ class PlanCache:
                 return known
             ranks = ranks_of(plan) or self._ranks
             if ranks is None:
-                return self._make(key, args, kwargs, plan, None)
+                with shows_signs(alone=True):
+                    return self._make(key, args, kwargs, plan, None)
             ranks.agree(description(self.model, args, kwargs, self.planning.settings, self.planning.budget))
             made = ranks.together(lambda: self._make(key, args, kwargs, plan, ranks))
             self._ranks = ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.schema import below_autograd, below_views
 from rkmate.torch_seam.tensors import base_of, is_asked_for, keeps_graph
+
+logger = logging.getLogger("rkmate")
 
 # -- Segments --------------------------------------------------------------------------------------
 #
@@ -357,6 +360,10 @@ def connect_unplanned(call: Call, redo: OfUnplanned, outputs: list[torch.Tensor]
 # Calls of one module whose backward has not come: the next call's plan does not count what they hold.
 
 
+BACKWARDS = 2
+"""Backwards, as a multiple of the calls that a plan is for, after which a module says if fewer were open."""
+
+
 class OpenCalls:
     """Knows the open calls of one module by weak references: those whose outputs are gone do not count."""
 
@@ -374,6 +381,8 @@ class OpenCalls:
         self._looked: set[tuple[str, int, bool]] = set()
         """Plans and numbers of calls, before a forward and a backward, that need no second look."""
         self._told: set[int] = set()
+        self._begun = self._most = 0
+        """Backwards that have begun, and the most calls that were open at the beginning of any."""
 
     def now(self) -> list[Call]:
         """Return the calls that are open."""
@@ -400,6 +409,8 @@ class OpenCalls:
         the budget. Warns once for each number of calls."""
         others = 0 if forward else 1
         key = plan.fingerprint, len(self.now()) - others + 1, forward
+        if not forward and plan.calls > 1:
+            self._look_for_fewer(plan.calls, key[1])
         if key[1] <= max(plan.calls, self._expected) or key in self._looked or key[1] in self._told:
             return
         gc.collect()                    # outputs that only a circle of references keeps
@@ -423,6 +434,16 @@ class OpenCalls:
              f"({held:,} are held now), and the budget of {plan.budget_bytes:,} bytes was planned for "
              f"{planned}. rkmate.wrap(..., calls={calls}) plans for all of them. Where no backward will "
              "come, drop the outputs, or call the module under torch.no_grad()")
+
+    def _look_for_fewer(self, planned: int, opened: int) -> None:
+        """Note, when a backward begins, how many calls are open. Say once if the first steps have fewer than
+        their plan is for."""
+        self._begun, self._most = self._begun + 1, max(self._most, opened)
+        if self._begun == BACKWARDS * planned and self._most < planned:
+            logger.warning(
+                "a plan is for %d calls of a module before a backward, and at most %d were open when its "
+                "first %d backwards began: rkmate.wrap(..., calls=%d) recomputes less within the same budget",
+                planned, self._most, self._begun, self._most)
 
 
 def saved_by(plan: Plan) -> int:

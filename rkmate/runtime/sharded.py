@@ -42,7 +42,7 @@ from rkmate.pipeline.part_plans import ways_of
 from rkmate.pipeline.prepare import Blocked, block, trace, with_operation_costs
 from rkmate.pipeline.variants import CHUNKED_LOSS, first, together
 from rkmate.planners.several_calls import Item, Way
-from rkmate.runtime.agreement import Ranks, ranks_that_share
+from rkmate.runtime.agreement import Ranks, ranks_that_share, shows_signs
 from rkmate.runtime.guards import Guards, guards_of
 from rkmate.runtime.kept_plans import Planning, Prototype, Specialization
 from rkmate.runtime.module import PlannedModule
@@ -61,12 +61,7 @@ from rkmate.runtime.step_moments import room_for
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import (
-    forward_hooks_of,
-    forward_pre_hooks_of,
-    own_call,
-    submodules_of,
-)
+from rkmate.torch_seam.modules import forward_hooks_of, forward_pre_hooks_of, own_call, submodules_of
 from rkmate.torch_seam.trace import several_ranks
 
 logger = logging.getLogger("rkmate")
@@ -196,6 +191,10 @@ class Sharded(OneBudget):
             m in above.modules() for above in model.modules()
             if above not in (m, model) and is_sharded(above))]
         """The outermost sharded modules."""
+        if (own := self._own_bytes()) > sum(p.nbytes for p in model.parameters()) // 20:
+            self._too_large += (
+                f". {own:,} bytes are parameters of {{name}} itself, which are gathered for the whole step: "
+                "shard their modules by themselves (an embedding; a head together with its loss)")
         self._places = [(parent, name, unit) for parent in model.modules()
                         for name, unit in submodules_of(parent).items()
                         if unit is not None and any(unit is u for u in self.units)]
@@ -494,7 +493,8 @@ class Sharded(OneBudget):
         refused: InfeasibleBudget | None = None
         if now.rest is not None and not now.is_shared:
             try:
-                self._share(now)
+                with shows_signs(alone=ranks is None):
+                    self._share(now)
             except InfeasibleBudget as error:
                 if ranks is None and several_ranks():   # others may wait for this rank in a collective
                     warn(f"{error}. Its steps take that")

@@ -10,7 +10,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -167,11 +167,12 @@ def process_group(name: str) -> Any:
 
 
 def meeting_place(group: Any) -> tuple[Any, float]:
-    """Return the store through which the ranks of a process group found each other, and the group's timeout
-    in seconds. `group`: None for the default group."""
-    group = group or dist.group.WORLD
-    kinds = group._device_types
-    timeout = group._get_backend(kinds[0]).options._timeout if kinds else dist.default_pg_timeout
+    """Return the store through which the ranks of a process group found each other (None where MPI started
+    them), and the group's timeout in seconds. `group`: None for the default group."""
+    group, timeout = group or dist.group.WORLD, dist.default_pg_timeout
+    with suppress(AttributeError, RuntimeError):            # a backend without options
+        if group._device_types:
+            timeout = group._get_backend(group._device_types[0]).options._timeout
     return dist.distributed_c10d._get_default_store(), timeout.total_seconds()
 
 

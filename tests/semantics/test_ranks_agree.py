@@ -4,10 +4,13 @@ difference is an error on each of them within the group's timeout."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +21,9 @@ import rkmate
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
+from rkmate.runtime import agreement
+from rkmate.runtime.agreement import Ranks, Signs
+from rkmate.torch_seam.trace import meeting_place
 from tests.semantics.ranks import Found
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
@@ -145,6 +151,28 @@ def _absent(rank: int) -> dict[str, Any]:
     return {"error": error, "seconds": time.monotonic() - start}
 
 
+def _slow(rank: int) -> dict[str, Any]:
+    """Rank 0 plans until rank 1 has waited for more than the group's timeout."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=SHORT))
+    store, plain, looks = meeting_place(group)[0], agreement._signs_of, count(1)
+
+    class Slow(_Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            while rank == 0 and not store.check(["looked"]):
+                sum(range(100_000))
+            return super().forward(x)
+
+    def looked(other: int) -> str:
+        if next(looks) == 10:           # eight in a timeout
+            store.set("looked", "")
+        return plain(other)
+
+    with mock.patch.object(agreement, "_signs_of", looked if rank == 1 else plain):
+        error = _caught(lambda: _shared(Slow(), _data(rank), group=group))
+    store.set("looked", "")
+    return {"error": error, "looks": next(looks) - 1}
+
+
 def _failing(rank: int) -> dict[str, Any]:
     """The first rank meets an error of its own."""
     class Failing(_Net):
@@ -159,7 +187,7 @@ def _failing(rank: int) -> dict[str, Any]:
 RANKS = {"patience": 90.0}
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "followed": _followed, "differing": _differing, "other function": _other_function,
-    "other shapes": _other_shapes, "failing": _failing, "absent": _absent}
+    "other shapes": _other_shapes, "failing": _failing, "slow": _slow, "absent": _absent}
 
 
 def _of(found: Found, task: str) -> list[dict[str, Any]]:
@@ -227,6 +255,118 @@ def test_nobody_waits_for_a_rank_that_does_not_come(found: Found) -> None:
     assert second["error"][0] == "RankError"
     assert "rank 1 came too late" in second["error"][1]
     assert second["seconds"] < SHORT
+
+
+def test_ranks_wait_for_one_that_plans_for_longer_than_the_timeout(found: Found) -> None:
+    first, second = _of(found, "slow")
+    assert first["error"] == second["error"] == ("nothing", "")
+    assert second["looks"] >= 10
+
+
+class _Store:
+    """A store, and a clock that goes on by a second when a rank waits. `others`: does what the other ranks do
+    in that second."""
+
+    def __init__(self, others: Callable[[dict[str, Any]], None]) -> None:
+        self.now, self._others, self._texts = 0.0, others, dict[str, Any]()
+
+    def set(self, key: str, text: str) -> None:
+        self._texts[key] = text
+
+    def get(self, key: str) -> bytes:
+        text: str = self._texts[key]
+        return text.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._texts for key in keys)
+
+    def add(self, key: str, number: int) -> int:
+        self._texts[key] = found = self._texts.get(key, 0) + number
+        return int(found)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += 1.0
+        self._others(self._texts)
+
+
+def _told(monkeypatch: pytest.MonkeyPatch, others: Callable[[dict[str, Any]], None]
+          ) -> Callable[[], tuple[list[str], float]]:
+    """Return a call in which rank 1 of three meets the others, and which returns what it hears, and when."""
+    store = _Store(others)
+    monkeypatch.setattr(agreement, "meeting_place", lambda group: (store, 8.0))
+    monkeypatch.setattr(agreement.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep))
+    ranks = Ranks(numbers=[0, 1, 2])
+    return lambda: (ranks.told("one"), store.now)
+
+
+def test_a_rank_waits_for_others_as_long_as_they_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: Iterator[int] = count(1)
+
+    def others(texts: dict[str, Any]) -> None:
+        texts["rkmate/0,1,2/1/2"] = "two"
+        texts["rkmate/plans/0"] = number = next(waits)
+        if number == 100:
+            texts["rkmate/0,1,2/1/0"] = "zero"
+
+    assert _told(monkeypatch, others)() == (["zero", "one", "two"], 100.0)
+
+
+def test_a_rank_that_stops_planning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: Iterator[int] = count(1)
+
+    def others(texts: dict[str, Any]) -> None:
+        number = next(waits)
+        texts["rkmate/plans/0"], texts["rkmate/plans/2"] = number, min(number, 20)
+
+    meet = _told(monkeypatch, others)
+    with pytest.raises(rkmate.RankError, match="rank 1 has waited 8 seconds for rank 2, which did not come"):
+        meet()
+    assert next(waits) == 29
+
+
+@pytest.mark.parametrize(("gave_up", "words"), [
+    ("[0, [2]]", "rank 0 has waited 8 seconds for rank 2"), ("[0, [1, 2]]", "rank 1 came too late")])
+def test_what_one_rank_gives_up_all_give_up(monkeypatch: pytest.MonkeyPatch, gave_up: str,
+                                            words: str) -> None:
+    meet = _told(monkeypatch, lambda texts: texts.update({"rkmate/0,1,2/1/over": gave_up}))
+    with pytest.raises(rkmate.RankError, match=words):
+        meet()
+
+
+def test_a_lost_store_is_an_error_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def others(texts: dict[str, Any]) -> None:
+        raise dist.DistNetworkError("connection reset")
+
+    with pytest.raises(rkmate.RankError, match="rank 1 cannot reach the store"):
+        _told(monkeypatch, others)()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_signs_stop_where_a_rank_stands_still(monkeypatch: pytest.MonkeyPatch, alone: bool,
+                                              caplog: pytest.LogCaptureFixture) -> None:
+    store = _Store(lambda texts: None)
+    signs = Signs(store, 3, 0.0)
+    signs.alone = alone
+    seconds = iter([0.0, 0.5, 1.0, 1.0, 1.5, 1.5])
+
+    def spent() -> float:
+        found = next(seconds, None)
+        if found is None:
+            signs.over.set()
+        return found or 0.0
+
+    monkeypatch.setattr(agreement, "BEAT", 0.0)
+    monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=time.monotonic, process_time=spent))
+    signs.run()
+    assert store.add("rkmate/plans/3", 0) == 3
+    assert [r.getMessage()[:18] for r in caplog.records] == ["rank 3 has planned"] * alone
+
+
+def test_a_backend_without_options_has_the_default_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
+    group = SimpleNamespace(_device_types=["cpu"], _get_backend=lambda kind: object())
+    assert meeting_place(group) == (None, dist.default_pg_timeout.total_seconds())
 
 
 def test_new_shapes_is_one_of_two_words() -> None:

@@ -126,6 +126,17 @@ def test_unplanned_calls_are_said_once_with_both_figures() -> None:
     assert budget < measured <= figure <= 1.1 * measured
 
 
+@pytest.mark.parametrize(("opened", "told"), [(1, "at most 1 were"), (2, "")])
+def test_fewer_calls_than_planned_are_said_once(opened: int, told: str,
+                                                caplog: pytest.LogCaptureFixture) -> None:
+    module = rkmate.wrap(tower(), (X,), plan=of_calls(2, 0.5))
+    for _ in range(6 // opened):
+        siamese(module, opened).backward()
+    words = [r.getMessage() for r in caplog.records if "2 calls of a module" in r.getMessage()]
+    assert len(words) == bool(told)
+    assert all(told in text and "calls=1)" in text for text in words)
+
+
 def test_what_is_no_second_call() -> None:
     _, module = one_call()
     with warnings.catch_warnings():

@@ -209,3 +209,4 @@ def test_a_budget_that_cannot_be_met_is_refused_on_all_ranks(found: Found) -> No
         assert "failed" not in mine, mine["failed"]
         assert f"{mine['least']:,} bytes" in mine["error"]
         assert "outside of all plans" in mine["error"]
+        assert "are parameters of FSDP_Net itself" in mine["error"]
