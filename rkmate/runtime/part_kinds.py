@@ -8,8 +8,11 @@ import torch
 from torch import nn
 
 from rkmate.graph.capture.structure import Structure
+from rkmate.pipeline.prepare import Traced
+from rkmate.runtime.guards import Guards
+from rkmate.runtime.kept_plans import is_alike
 from rkmate.runtime.observed_step import PartCall
-from rkmate.runtime.one_budget import Part, is_one_operation
+from rkmate.runtime.one_budget import Part, is_one_operation, operations
 from rkmate.torch_seam.patches.autograd import region_of
 
 ABOUT = 0.05
@@ -38,6 +41,24 @@ class Kind:
     """The arguments of the captured call, until it is planned."""
     known_shared: frozenset[int] = frozenset()
     """Numbers of the arguments whose gradients plans hand out as terms of a sum."""
+
+    as_large: bool = False
+    """Whether submodules with other attributes compute as much, with other numbers (a rate of dropout)."""
+
+    def takes(self, guards: Guards) -> bool:
+        """Return whether a call belongs here, as far as is known without a capture."""
+        return self.part is None or self.part.fits(guards) or (
+            self.as_large and is_alike(guards, self.part.key, attributes=False))
+
+    def note(self, guards: Guards, traced: Traced) -> bool:
+        """Note, and return, whether a call of a submodule with other attributes that was captured belongs
+        here: it computes the same, or as much."""
+        if self.part is None or not is_alike(guards, self.part.key, attributes=False):
+            return False
+        if self.part.note(guards, traced):
+            return True
+        self.as_large |= operations(self.part.traced.capture.graph) == operations(traced.capture.graph)
+        return self.as_large
 
     @property
     def saved(self) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from rkmate import device as devices
@@ -231,9 +232,14 @@ class Parts(OneBudget):
     def _part(self, kind: Kind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = self._step
         assert step is not None
-        with step.part(take_apart((args, kwargs), result=False)[0]) as call:
+        tensors = take_apart((args, kwargs), result=False)[0]
+        with step.part(tensors) as call:
             result = own_call(module)(*args, **kwargs)
-        step.returned(call, take_apart(result, result=True)[0])
+        found: list[torch.Tensor | None] = [*take_apart(result, result=True)[0]]
+        if kind.part is not None:               # what it puts into its arguments comes after its result
+            left = kind.part.traced.capture.effects.left_in(args, kwargs)
+            found += [left.get(k) for k in range(len(tensors) + len(found), max(left, default=0) + 1)]
+        step.returned(call, found)
         for known in self._alike[kind.key]:
             if known.observed_in != self._steps:
                 known.observed_in = self._steps
@@ -248,9 +254,10 @@ class Parts(OneBudget):
             return Kind(type(module).__name__, key)
         sizes = tuple(t.shape for t in tensors_in((args, kwargs)))
         alike = self._alike[key]
-        kind = next((k for k in alike if k.sizes == sizes or k.why), None)
+        guards = guards_of(ModuleReader(module), args, kwargs)[0]
+        kind = next((k for k in alike if k.why or (k.sizes == sizes and k.takes(guards))), None)
         if kind is None and len(alike) >= SIZES:
-            kind = alike[0]
+            kind = next((k for k in alike if k.sizes == sizes), alike[0])
         if kind is None or (kind.part is not None and kind.given is None):
             known, kind = kind, kind or Kind(type(module).__name__, key)
             if not any(p.requires_grad for p in module.parameters()) and \
@@ -259,9 +266,12 @@ class Parts(OneBudget):
             try:
                 with undisturbed(), contextlib.nullcontext() if self._step is None else self._step.apart():
                     refuse_what_cannot_repeat(module, args, kwargs)
-                    guards = guards_of(ModuleReader(module), args, kwargs)[0]
-                    kind.part = Part(module, guards, trace(module, args, kwargs, self._settings("all"),
-                                                           Progress(False)))
+                    traced = trace(module, args, kwargs, self._settings("all"), Progress(False))
+                    like = next((k for k in alike if k.sizes == sizes and k.note(guards, traced)), None)
+                    if like is not None and known is None:
+                        return like
+                    kind.part = Part(module, guards, traced,
+                                     also=[] if kind.part is None else [kind.part.key, *kind.part.also])
                     tensors, structure = take_apart((args, kwargs), result=False)
                     kind.given = structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors]
                     kind.sizes = sizes
