@@ -154,10 +154,14 @@ def is_alike(key: Guards, other: Guards, hooks_outside: bool = False, *, attribu
     compared, too.
     """
     def parts(key: Guards) -> tuple[Any, ...]:
-        found = [(path, value) for path, value in key.attributes.content
-                 if path not in REPLACED and not path.endswith(f".{COMPILED_CALL}")
-                 and not (hooks_outside and path == HOOKS_OF_FORWARD)] if attributes else []
         return (*key._replace(flags=None, attributes=None, values=None),  # type: ignore[arg-type]
-                key.flags.flags, found)
+                key.flags.flags, attributes_in(key, hooks_outside) if attributes else None)
 
     return parts(key) == parts(other)
+
+
+def attributes_in(key: Guards, hooks_outside: bool = False) -> list[tuple[str, Any]]:
+    """Return the attributes that a plan is specialised on, except what stands in the place of calls."""
+    return [(path, value) for path, value in key.attributes.content
+            if path not in REPLACED and not path.endswith(f".{COMPILED_CALL}")
+            and not (hooks_outside and path == HOOKS_OF_FORWARD)]

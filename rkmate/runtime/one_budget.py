@@ -171,15 +171,14 @@ def is_same_step(one: Traced, other: Traced) -> bool:
     if any(c.effects or any(n.op == "get_attr" for n in c.graph.nodes) for c in captures):
         return False
     first, second = ((c.result, c.differentiable, c.repeats, [(n.name, s) for n, s in c.sources.items()],
-                      [(s, n.name) for s, n in (*c.mutations, *c.grads)], operations(c.graph))
+                      [(s, n.name) for s, n in (*c.mutations, *c.grads)], bytes_made(c.graph))
                      for c in captures)
     return first == second and str(one.capture.graph) == str(other.capture.graph)
 
 
-def operations(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    """Return what each operation of a graph is, and what it makes: what its costs depend on."""
-    return [(n.op, n.target if n.op == "call_function" else None,
-             [(t.shape, t.dtype) for t in tensors_in(n.meta.get(VALUE))]) for n in graph.nodes]
+def bytes_made(graph: fx.Graph) -> int:
+    """Return the bytes of the results of all operations of a graph, and of its inputs."""
+    return sum(t.nbytes for n in graph.nodes for t in tensors_in(n.meta.get(VALUE)))
 
 
 # -- Sharing ---------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from torch import nn
 from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.pipeline.prepare import Traced
 from rkmate.runtime.guards import Guards
-from rkmate.runtime.kept_plans import is_alike
+from rkmate.runtime.kept_plans import attributes_in
 from rkmate.runtime.observed_step import PartCall
-from rkmate.runtime.one_budget import Part, is_one_operation, operations
+from rkmate.runtime.one_budget import Part, bytes_made, is_one_operation
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.patches.autograd import region_of
 
@@ -70,18 +70,20 @@ class Kind:
         return found
 
     def takes(self, guards: Guards) -> bool:
-        """Return whether a call belongs here, as far as is known without a capture."""
-        return self.part is None or self.part.fits(guards) or (
-            self.as_large and is_alike(guards, self.part.key, attributes=False))
+        """Return whether a call of a submodule with these attributes belongs here, as far as is known
+        without a capture."""
+        return self.part is None or self.as_large or any(
+            attributes_in(guards) == attributes_in(known) for known in (self.part.key, *self.part.also))
 
     def note(self, guards: Guards, traced: Traced) -> bool:
         """Note, and return, whether a call of a submodule with other attributes that was captured belongs
         here: it computes the same, or as much."""
-        if self.part is None or not is_alike(guards, self.part.key, attributes=False):
+        if self.part is None:
             return False
         if self.part.note(guards, traced):
             return True
-        self.as_large |= operations(self.part.traced.capture.graph) == operations(traced.capture.graph)
+        known, found = (bytes_made(t.capture.graph) for t in (self.part.traced, traced))
+        self.as_large |= abs(found / known - 1) <= ABOUT
         return self.as_large
 
     @property
