@@ -39,6 +39,37 @@ def _adversaries(penalty: float = 0.0) -> Task:
     return Task(model, step)
 
 
+class Turns(nn.Module):
+    """A generator and a discriminator whose one forward takes turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes, self.judges = _blocks(), _blocks(4, nn.Linear(32, 1))
+
+    def forward(self, noise: torch.Tensor, real: torch.Tensor | None = None
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the discriminator's loss if it gets real rows, else the generator's; and what was made."""
+        fake = self.makes(noise)
+        if real is None:
+            return F.softplus(-self.judges(fake)).mean(), fake.detach()
+        return F.softplus(-self.judges(real)).mean() + F.softplus(
+            self.judges(fake.detach())).mean(), fake.detach()
+
+
+def _turns() -> Task:
+    real, noise = _rows(), _rows()
+
+    def step(m: Any) -> torch.Tensor:
+        kept = []
+        for _ in range(2):
+            loss, fake = m(noise.normal_() if not kept else torch.randn(128, 32), real)
+            loss.backward()
+            kept.append(fake)
+        loss, _ = m(torch.randn(128, 32))
+        return loss
+    return Task(Turns(), step)
+
+
 class Heads(nn.Module):
     """Two heads on one trunk."""
 
@@ -140,6 +171,7 @@ def _row(name: str, make: Callable[[], Task], budget: float = 0.6) -> Scenario:
 SCENARIOS: tuple[Scenario, ...] = (
     _row("adversaries in one module", _adversaries),
     _row("adversaries, with a penalty", lambda: _adversaries(10.0), 0.8),
+    _row("adversaries whose one forward takes turns", _turns),
     _row("losses in turn", lambda: _in_turn(_blocks(), lambda x: x.square().mean(),
                                             lambda x: F.cross_entropy(x, torch.arange(128) % 32))),
     _row("heads in turn", lambda: _in_turn(Heads(), lambda x: x[0].square().mean(),

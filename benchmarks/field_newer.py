@@ -158,6 +158,9 @@ ADAPTERS = (
     adapted("road", "RoadConfig", {"group_size": 8, **TARGETS}),
     adapted("delora", "DeloraConfig", {"r": 4, **TARGETS}),
     adapted("gralora", "GraloraConfig", {"r": 4, "gralora_k": 2, **TARGETS}),
+    adapted("shira", "ShiraConfig", {"r": 4, **TARGETS}),
+    adapted("waveft", "WaveFTConfig", {"n_frequency": 16, **TARGETS}),
+    adapted("osf", "OSFConfig", {"effective_rank": 16, **TARGETS}),
 )
 DIFFUSION = (
     denoised("flux", "FluxTransformer2DModel", {
@@ -191,6 +194,26 @@ DIFFUSION = (
             "hidden_states": torch.randn(2, 32, 8), "encoder_hidden_states": torch.randn(2, 6, 16),
             "timestep": torch.tensor([3, 5]), "encoder_attention_mask": torch.ones(2, 6).bool(),
             "num_frames": 2, "height": 4, "width": 4}),
+    denoised("qwen image", "QwenImageTransformer2DModel", {
+        "patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16,
+        "num_attention_heads": 2, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8)}, lambda: {
+            "hidden_states": torch.randn(2, 64, 16), "encoder_hidden_states": torch.randn(2, 6, 32),
+            "encoder_hidden_states_mask": torch.ones(2, 6).long(), "timestep": torch.tensor([0.3, 0.5]),
+            "img_shapes": [[(1, 8, 8)]] * 2}),
+    denoised("z-image", "ZImageTransformer2DModel", {
+        "all_patch_size": (2,), "all_f_patch_size": (1,), "in_channels": 4, "dim": 32, "n_layers": 2,
+        "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 16, "axes_dims": [4, 4, 8],
+        "axes_lens": [64, 16, 16]}, lambda: {
+            "x": [torch.randn(4, 1, 8, 8)] * 2, "t": torch.tensor([0.3, 0.5]),
+            "cap_feats": [torch.randn(6, 16)] * 2}),
+    denoised("dc autoencoder", "AutoencoderDC", {
+        "in_channels": 3, "latent_channels": 4, "attention_head_dim": 8,
+        "encoder_block_types": ("ResBlock", "EfficientViTBlock"),
+        "decoder_block_types": ("ResBlock", "EfficientViTBlock"), "encoder_block_out_channels": (16, 32),
+        "decoder_block_out_channels": (16, 32), "encoder_layers_per_block": (1, 1),
+        "decoder_layers_per_block": (1, 1), "encoder_qkv_multiscales": ((), (3,)),
+        "decoder_qkv_multiscales": ((), (3,)), "downsample_block_type": "conv",
+        "upsample_block_type": "interpolate"}, lambda: {"sample": torch.randn(2, 3, 32, 32)}),
 )
 
 

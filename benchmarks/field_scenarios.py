@@ -363,8 +363,11 @@ def denoised(name: str, model: str, options: dict[str, Any], inputs: Callable[[]
         import diffusers
 
         given = inputs()
-        return Task(getattr(diffusers, model)(**options).train(),
-                    lambda m: F.mse_loss(m(**given, return_dict=False)[0], torch.zeros(())))
+
+        def step(m: Any) -> torch.Tensor:
+            out = m(**given, return_dict=False)[0]
+            return F.mse_loss(torch.stack(out) if isinstance(out, list) else out, torch.zeros(()))
+        return Task(getattr(diffusers, model)(**options).train(), step)
     return Scenario("diffusers", name, f"{model}(...)", make, ("diffusers",), **others)
 
 

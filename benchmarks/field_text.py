@@ -18,6 +18,8 @@ WINDOWS = {"head_dim": 8, "sliding_window": 8,
 BATCHES.update({
     "continued": lambda: {"past_values": [torch.randn(32), torch.randn(24)],
                           "freq": [0, 1], "future_values": torch.randn(2, 8)},
+    "continued, of one kind": lambda: {"past_values": [torch.randn(32), torch.randn(32)],
+                                       "future_values": torch.randn(2, 8)},
     "long": lambda: {"input_ids": ids(64, 2), "labels": ids(12, 2)},
     "bytes": lambda: {"input_ids": ids(64, 2), "labels": torch.randint(0, 2, (2,))},
 })
@@ -64,6 +66,18 @@ ROWS: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
     ("gemma4 moe", "Gemma4ForCausalLM", "Gemma4Text", {
         **DECODER, **WINDOWS, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4,
         "top_k_experts": 2, "moe_intermediate_size": 32}, "labelled", 0.6),
+    ("lfm2 moe", "Lfm2MoeForCausalLM", "Lfm2Moe", {
+        **DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]}, "labelled", 0.6),
+    ("hrm", "HrmTextForCausalLM", "HrmText", {**DECODER, "head_dim": 8, "num_hidden_layers": 2},
+     "labelled", 0.6),
+    ("modernbert decoder", "ModernBertDecoderForCausalLM", "ModernBertDecoder", {
+        **ENCODER, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 8, "use_cache": False},
+     "labelled", 0.6),
+    ("deepseek v3.2", "DeepseekV32ForCausalLM", "DeepseekV32", {
+        **DECODER, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "first_k_dense_replace": 1, "index_topk": 8, "index_n_heads": 2,
+        "index_head_dim": 8}, "labelled", 0.6),
     ("nanochat", "NanoChatForCausalLM", "NanoChat", DECODER, "labelled", 0.6),
     # State spaces, recurrences.
     ("qwen3.5", "Qwen3_5ForCausalLM", "Qwen3_5Text", {
@@ -131,6 +145,10 @@ ROWS: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
         "patch_length": 8, "context_length": 32, "horizon_length": 8, "freq_size": 3, "num_hidden_layers": 2,
         "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "num_attention_heads": 4},
      "continued", 0.6),
+    ("timesfm 2.5", "TimesFm2_5ModelForPrediction", "TimesFm2_5", {
+        "patch_length": 8, "context_length": 32, "horizon_length": 8, "num_hidden_layers": 2,
+        "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "output_quantile_len": 16}, "continued, of one kind", 0.6),
 )
 """Name, model, configuration, its options, batch, budget."""
 

@@ -152,6 +152,13 @@ ROWS: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
         **FAST, "backbone_config": {**RT_RESNET}, "lqe_hidden_dim": 8, "max_num_bins": 8}, "boxed", 0.6),
     ("rt-detr, without denoising", "RTDetrForObjectDetection", "RTDetr", {
         **FAST, "backbone_config": RT_RESNET, "num_denoising": 0}, "boxed", 0.6),
+    ("rf-detr", "RfDetrForObjectDetection", "RfDetr", {
+        "backbone_config": {"model_type": "rf_detr_dinov2", "hidden_size": 32, "num_hidden_layers": 2,
+                            "num_attention_heads": 2, "image_size": 64, "patch_size": 8, "num_windows": 2,
+                            "out_features": ["stage1", "stage2"]},
+        "d_model": 32, "decoder_ffn_dim": 64, "decoder_layers": 2, "decoder_self_attention_heads": 2,
+        "decoder_cross_attention_heads": 2, "decoder_n_points": 2, "num_queries": 10, "group_detr": 2,
+        "num_labels": 5, "c2f_num_blocks": 1}, "boxed", 0.6),
     # Segmentation, depth, poses.
     ("eomt", "EomtForUniversalSegmentation", "Eomt", {
         **VISION, "image_size": 64, "patch_size": 16, "num_blocks": 1, "num_queries": 8, "mlp_ratio": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,20 +130,38 @@ class Prototype:
     planned: Planned
     hooks_outside: bool = False
     """Whether only the module itself has hooks, and these run around its plan."""
+    also: Sequence[Guards] = ()
+    """Keys of modules with other attributes whose calls have the same graph."""
 
     def fits(self, model: nn.Module, key: Guards) -> bool:
         """Whether a call of a module has the same graph: all that a plan is specialised on is equal, except
         which objects the submodules are, and what stands in the place of their calls."""
-        return self._is_free_of(model) and self._alike(key) == self._alike(self.key)
+        return (model is self.model or is_free(self.traced)) and self.traced.capture.recipe is None and any(
+            is_alike(key, known, self.hooks_outside) for known in (self.key, *self.also))
 
-    def _is_free_of(self, model: nn.Module) -> bool:
-        capture = self.traced.capture
-        return capture.recipe is None and (model is self.model or not (
-            capture.constants or capture.assigned or self.traced.settings.opaque))
 
-    def _alike(self, key: Guards) -> tuple[Any, ...]:
-        attributes = [(path, value) for path, value in key.attributes.content
-                      if path not in REPLACED and not path.endswith(f".{COMPILED_CALL}")
-                      and not (self.hooks_outside and path == HOOKS_OF_FORWARD)]
+def is_free(traced: Traced) -> bool:
+    """Return whether other modules may follow a plan: what was captured refers to no object of its module."""
+    capture = traced.capture
+    return capture.recipe is None and not (capture.constants or capture.assigned or traced.settings.opaque)
+
+
+def is_alike(key: Guards, other: Guards, hooks_outside: bool = False, *, attributes: bool = True) -> bool:
+    """Return whether all that a plan is specialised on is equal in two calls, except which objects the
+    submodules are, and what stands in the place of their calls.
+
+    `hooks_outside`: whether the module's own hooks run around its plan. `attributes`: whether these are
+    compared, too.
+    """
+    def parts(key: Guards) -> tuple[Any, ...]:
         return (*key._replace(flags=None, attributes=None, values=None),  # type: ignore[arg-type]
-                key.flags.flags, attributes)
+                key.flags.flags, attributes_in(key, hooks_outside) if attributes else None)
+
+    return parts(key) == parts(other)
+
+
+def attributes_in(key: Guards, hooks_outside: bool = False) -> list[tuple[str, Any]]:
+    """Return the attributes that a plan is specialised on, except what stands in the place of calls."""
+    return [(path, value) for path, value in key.attributes.content
+            if path not in REPLACED and not path.endswith(f".{COMPILED_CALL}")
+            and not (hooks_outside and path == HOOKS_OF_FORWARD)]

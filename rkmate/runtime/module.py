@@ -229,7 +229,7 @@ class PlannedModule(StandIn):
             refuse_data_parallelism(self)
         opened = self._plans.open_calls
         opened.check(latest.plan, forward=True)
-        self._plans.in_a_row.begin_call(latest.plan.calls, call.inputs, latest.compiled.device)
+        self._plans.in_a_row.begin_call(key, latest.plan.calls, call.inputs, latest.compiled.device)
         verify = self._verify and not latest.ran
         step = latest.compiled
         recorded = self._plans.recorded(latest, call.inputs)

@@ -315,18 +315,19 @@ class ObservedStep:
                 self.unsaved += t.untyped_storage().nbytes()
                 self._given.add(key)            # once
 
-    def returned(self, call: PartCall, found: Sequence[torch.Tensor]) -> None:
-        """A part has returned these tensors."""
+    def returned(self, call: PartCall, found: Sequence[torch.Tensor | None]) -> None:
+        """A part has returned these tensors; None for what is not known."""
         for t in found:
-            key = key_of(t)
-            if key is not None and key not in call.inputs:
+            key = None if t is None else key_of(t)
+            if t is not None and key is not None and key not in call.inputs:
                 self._made[key] = weakref.ref(t), call.number
-            call.outputs.append(None if t.grad_fn is None else (t.grad_fn, t.output_nr))
+            call.outputs.append(None if t is None or t.grad_fn is None else (t.grad_fn, t.output_nr))
+        nodes = [t.grad_fn for t in found if t is not None]
         # Also where no result of the step leads to it: an inner gradient may be taken several times.
-        own = {t.grad_fn for t in found if t.grad_fn is not None} - call.edges
+        own = {node for node in nodes if node is not None} - call.edges
         for k, node in enumerate(own):
             node.register_prehook(partial(_count, weakref.ref(call), k))
-        todo: list[Any] = [t.grad_fn for t in found]
+        todo: list[Any] = nodes
         while todo:
             node = todo.pop()
             if node is None or node in self._nodes or node in call.edges:

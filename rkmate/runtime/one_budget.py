@@ -14,17 +14,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rkmate.errors import InfeasibleBudget
 from rkmate.pipeline.part_plans import PartWays, more_ways
 from rkmate.pipeline.prepare import Traced
 from rkmate.planners.several_calls import Choice, Item, Moment, Way, share_out, smallest_limit
 from rkmate.runtime.guards import Guards
-from rkmate.runtime.kept_plans import Planning, Prototype
+from rkmate.runtime.kept_plans import Planning, Prototype, is_alike, is_free
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.warn import warn
+from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.modules import compiled_call, own_call, replace_call
+from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.tensors import inside_backward, without_saved_tensor_hooks
 from rkmate.torch_seam.trace import inside_transform
 
@@ -94,6 +96,8 @@ class Part:
     """The schedules of each variant of the graph, the original's first; empty until they are known."""
     hooks_outside: bool = False
     """Whether only the submodule itself has hooks, and these run around its plan."""
+    also: list[Guards] = field(default_factory=list)
+    """Keys of calls of submodules with other attributes that have the same graph."""
     is_changed_at_once: bool = False
     """Whether the first step, too, may follow a variant that changes last bits."""
 
@@ -143,7 +147,38 @@ class Part:
         form, own = self.form_of(number)
         planned = form.planned(own, extra)
         traced = planned.prepared.blocked.traced
-        return Prototype(self.model, self.key, replace(traced, tensors={}), planned, self.hooks_outside)
+        return Prototype(self.model, self.key, replace(traced, tensors={}), planned, self.hooks_outside,
+                         self.also)
+
+    def fits(self, key: Guards) -> bool:
+        """Return whether a call has this graph, as far as is known."""
+        return any(is_alike(key, known, self.hooks_outside) for known in (self.key, *self.also))
+
+    def note(self, key: Guards, traced: Traced) -> bool:
+        """Note, and return, whether a call of another submodule that was captured has the same graph: all
+        that differs is attributes that its forward does not read (its number)."""
+        same = is_free(self.traced) and is_free(traced) and is_alike(
+            key, self.key, self.hooks_outside, attributes=False) and is_same_step(self.traced, traced)
+        if same:
+            self.also.append(key)
+        return same
+
+
+def is_same_step(one: Traced, other: Traced) -> bool:
+    """Return whether two captures compute the same, of parameters of the same names, and leave nothing else
+    changed."""
+    captures = one.capture, other.capture
+    if any(c.effects or any(n.op == "get_attr" for n in c.graph.nodes) for c in captures):
+        return False
+    first, second = ((c.result, c.differentiable, c.repeats, [(n.name, s) for n, s in c.sources.items()],
+                      [(s, n.name) for s, n in (*c.mutations, *c.grads)], bytes_made(c.graph))
+                     for c in captures)
+    return first == second and str(one.capture.graph) == str(other.capture.graph)
+
+
+def bytes_made(graph: fx.Graph) -> int:
+    """Return the bytes of the results of all operations of a graph, and of its inputs."""
+    return sum(t.nbytes for n in graph.nodes for t in tensors_in(n.meta.get(VALUE)))
 
 
 # -- Sharing ---------------------------------------------------------------------------------------

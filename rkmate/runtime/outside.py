@@ -7,8 +7,9 @@ number in a storage as large as its input. No plan can know before the first ste
 Other models may stand between the outputs and the loss (a frozen U-Net behind a ControlNet). Their memory is
 free again when the module's backward begins, so the second step measures all that is allocated in between.
 
-A step may call a module several times, one call after the other: microbatches of a pipeline. The caller may
-keep something of each call to the end of the step (its loss). A later step looks for that.
+A step may call a module several times, one call after the other: microbatches of a pipeline, or a
+discriminator and a generator in turn. The caller may keep something of each call to the end of the step (its
+loss). A later step looks for that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import re
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -118,10 +119,11 @@ class BetweenMeter:
 
 class InARow:
     """Looks, in a step that calls a module more often than its plan is for, for the memory that finished
-    calls have left with the caller when the backward of the last call begins: also their inputs, where each
+    calls have left with the caller when the backward of a later call begins: also their inputs, where each
     call gets new ones. Gradients of parameters do not count.
 
-    A step is over when the module's parameters have changed.
+    Calls that take turns (a discriminator's and a generator's) follow a plan for each signature. The last
+    call of each signature is looked at. A step is over when the module's parameters have changed.
     """
 
     def __init__(self, model: nn.Module, *, looks: bool) -> None:
@@ -129,59 +131,74 @@ class InARow:
         self._model = model
         self._clock = next((p for p in model.parameters() if p.requires_grad), None)
         self._version = -1
-        self._calls = self._last = 0
-        """Calls of this step so far, and of the one before it."""
+        self._calls: list[Hashable] = []
+        """The signatures of the calls of this step so far."""
+        self._calls_before = 0
+        """The number of calls of the step before."""
+        self._places: set[int] = set()
+        """The places in the step of the calls to look at."""
         self._steps = STEPS_IN_A_ROW if looks else 0
-        self._planned = 1
         self._at_start: dict[int, int] | None = None
         """Storages that were there when the step began, and their bytes; None for a step that is not looked
         at."""
         self._before: dict[int, int] | None = None
-        """Storages that were there before the last call of the step; None before other calls."""
-        self._first: dict[int, Callable[[], bool]] = {}
+        """Storages that were there before a call to look at; None before other calls."""
+        self._planned = 1
+        """Calls before a backward that the plan of that call is for."""
+        self._first: list[tuple[int | None, Callable[[], bool]]] = []
         """Storages of the first call's inputs, and whether each still lives."""
+        self._new: dict[int, Callable[[], bool]] = {}
+        """Those of them that were made for the first call, as far as the inputs of the latest one show."""
 
-    def begin_call(self, planned: int, inputs: Sequence[torch.Tensor], device: torch.device) -> None:
+    def begin_call(self, signature: Hashable, planned: int, inputs: Sequence[torch.Tensor],
+                   device: torch.device) -> None:
         """Count a call, before its forward. `planned`: calls before a backward that its plan is for."""
         self._before = None
         if self._clock is None or not self._steps:
             return
         version = version_of(self._clock)
         if version != self._version:
-            self._version, self._last, self._calls, self._at_start = version, self._calls, 0, None
-            if self._last > planned:
+            ended, self._calls = self._calls, []
+            self._version, self._calls_before, self._at_start = version, len(ended), None
+            last = {key: place for place, key in enumerate(ended)}
+            self._places = {place for place in last.values() if place >= planned}
+            if self._places:
                 self._steps -= 1
-                self._at_start, self._first = self._storages(device), {
-                    key: storage_lives(t) for t in inputs if (key := key_of(t)) is not None}
-        self._calls += 1
-        if self._at_start is not None and self._calls == self._last:
-            self._planned, self._before = planned, self._storages(device)
-            if any(key_of(t) in self._at_start for t in inputs):        # of one batch, or the same
-                self._first = {}
+                self._at_start = self._storages(device)
+                self._first = [(key_of(t), storage_lives(t)) for t in inputs]
+        self._calls.append(signature)
+        if self._at_start is not None and len(self._calls) - 1 in self._places:
+            self._before, self._planned = self._storages(device), planned
+            old = [key_of(t) in self._at_start for t in inputs]         # of one batch, or the same
+            self._new = {} if all(old) else {
+                key: lives for k, (key, lives) in enumerate(self._first)
+                if key is not None and not (k < len(old) and old[k])}
 
     def watch(self, call: Call, are_open: Callable[[], Sequence[Call]], device: torch.device,
               tell: Callable[[Outside], None]) -> None:
-        """After the forward of a call: if it is the last one of a step to look at, look when its backward
-        begins, unless other calls are open then. `tell`: gets what was found."""
+        """After the forward of a call: if it is one to look at, look when its backward begins, unless other
+        calls are open then. `tell`: gets what was found."""
         start, before, then = self._at_start, self._before, call.begins
         if start is None or before is None:
             return
-        calls, planned, first, after = self._calls, self._planned, self._first, self._storages(device)
+        new, planned, after = self._new, self._planned, self._storages(device)
+        place, calls = len(self._calls) - 1, self._calls_before
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
             if len(are_open()) == 1:
+                made = {key for key, lives in new.items() if lives()}
+                there = {k: b for k, b in start.items() if k not in made}
                 now = self._storages(device)
-                for key, lives in first.items():
-                    if lives():
-                        start.pop(key, None)
-                left = sum(b for k, b in now.items() if k in before and k not in start) - \
-                    sum(b for k, b in start.items() if k not in now)
+                left = sum(b for k, b in now.items() if k in before and k not in there) - \
+                    sum(b for k, b in there.items() if k not in now)
                 known = after.keys() | {key_of(g) for g in grads if g is not None}
                 held = sum(b for k, b in now.items() if k not in known)
-                self._steps = 0
-                if left > LOSS_SCALARS * calls:
+                self._places.discard(place)
+                if not self._places:
+                    self._steps = 0
+                if left > LOSS_SCALARS * (place + 1):
                     # The plan counts what calls leave that are open at once.
-                    tell(Outside(left * (calls - planned) // (calls - 1) + held, calls=calls))
+                    tell(Outside(left * (place + 1 - planned) // place + held, calls=calls))
             if then is not None:
                 then(grads)
         call.begins = begins
@@ -263,7 +280,7 @@ def warn_of_others(name: str, usual: int) -> None:
 
 def _in_a_row(seen: Outside, name: str) -> str:
     return (f"a step calls {name} {seen.calls} times, and its caller keeps {seen.held:,} bytes of finished "
-            "calls and of the last one's loss (losses, inputs, their gradients, outputs) while the last "
+            "calls and of the latest one's loss (losses, inputs, their gradients, outputs) while a later "
             "backward runs")
 
 

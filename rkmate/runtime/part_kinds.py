@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from rkmate.graph.capture.structure import Structure
+from rkmate.graph.capture.structure import Structure, take_apart
+from rkmate.pipeline.prepare import Traced
+from rkmate.runtime.guards import Guards
+from rkmate.runtime.kept_plans import attributes_in
 from rkmate.runtime.observed_step import PartCall
-from rkmate.runtime.one_budget import Part, is_one_operation
+from rkmate.runtime.one_budget import Part, bytes_made, is_one_operation
+from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.patches.autograd import region_of
 
 ABOUT = 0.05
@@ -38,6 +44,47 @@ class Kind:
     """The arguments of the captured call, until it is planned."""
     known_shared: frozenset[int] = frozenset()
     """Numbers of the arguments whose gradients plans hand out as terms of a sum."""
+
+    as_large: bool = False
+    """Whether submodules with other attributes compute as much, with other numbers (a rate of dropout)."""
+
+    def capture(self, module: nn.Module, guards: Guards, traced: Traced, args: tuple[Any, ...],
+                kwargs: dict[str, Any]) -> None:
+        """Keep what was captured of a call, and the call's arguments."""
+        before = self.part
+        self.part = Part(module, guards, traced)
+        if before is not None and before.fits(guards):
+            self.part.also += [before.key, *before.also]
+        tensors, structure = take_apart((args, kwargs), result=False)
+        self.given = structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        self.sizes = sizes_in(args, kwargs)
+
+    def results(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: int
+                ) -> list[torch.Tensor | None]:
+        """Return the tensors of a result, and then those that the call has put into its arguments; None for
+        others that a plan returns. `given`: the number of tensors among the arguments."""
+        found: list[torch.Tensor | None] = [*take_apart(result, result=True)[0]]
+        if self.part is not None:
+            left = self.part.traced.capture.effects.left_in(args, kwargs)
+            found += [left.get(k) for k in range(given + len(found), max(left, default=0) + 1)]
+        return found
+
+    def takes(self, guards: Guards) -> bool:
+        """Return whether a call of a submodule with these attributes belongs here, as far as is known
+        without a capture."""
+        return self.part is None or self.as_large or any(
+            attributes_in(guards) == attributes_in(known) for known in (self.part.key, *self.part.also))
+
+    def note(self, guards: Guards, traced: Traced) -> bool:
+        """Note, and return, whether a call of a submodule with other attributes that was captured belongs
+        here: it computes the same, or as much."""
+        if self.part is None:
+            return False
+        if self.part.note(guards, traced):
+            return True
+        known, found = (bytes_made(t.capture.graph) for t in (self.part.traced, traced))
+        self.as_large |= abs(found / known - 1) <= ABOUT
+        return self.as_large
 
     @property
     def saved(self) -> int:
@@ -70,12 +117,26 @@ class Kind:
         return tuple(sorted({k for _, call in self.calls for k in call.taught}))
 
 
+def sizes_in(args: Any, kwargs: Any) -> tuple[torch.Size, ...]:
+    """Return the shapes of the tensors among arguments."""
+    return tuple(t.shape for t in tensors_in((args, kwargs)))
+
+
 def kind_key(module: nn.Module) -> object:
     """Return what submodules have in common that are planned alike."""
     forward = module.__dict__.get("forward")
     return (type(module), module.training, getattr(forward, "__func__", forward),
             tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()),
             tuple((n, type(m)) for n, m in module.named_modules()))
+
+
+def outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost submodules that are called."""
+    for module in model.children():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield from outermost(module)
+        else:
+            yield module
 
 
 def is_worth_looking_at(module: nn.Module) -> bool:

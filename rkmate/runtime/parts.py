@@ -40,7 +40,7 @@ from rkmate.runtime.one_budget import (
     take_watch_from,
     undisturbed,
 )
-from rkmate.runtime.part_kinds import Kind, is_worth_looking_at, kind_key
+from rkmate.runtime.part_kinds import Kind, is_worth_looking_at, kind_key, outermost, sizes_in
 from rkmate.runtime.step_moments import STEPS, SeenStep, bounds, room_for, seen
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
@@ -151,7 +151,7 @@ class Parts(OneBudget):
 
     def watch_methods(self) -> None:
         """Observe calls of submodules from elsewhere than a planned call: a method other than the forward."""
-        self.watch(filter(is_worth_looking_at, _outermost(self._model)))
+        self.watch(filter(is_worth_looking_at, outermost(self._model)))
 
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
@@ -231,9 +231,10 @@ class Parts(OneBudget):
     def _part(self, kind: Kind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = self._step
         assert step is not None
-        with step.part(take_apart((args, kwargs), result=False)[0]) as call:
+        tensors = take_apart((args, kwargs), result=False)[0]
+        with step.part(tensors) as call:
             result = own_call(module)(*args, **kwargs)
-        step.returned(call, take_apart(result, result=True)[0])
+        step.returned(call, kind.results(result, args, kwargs, len(tensors)))
         for known in self._alike[kind.key]:
             if known.observed_in != self._steps:
                 known.observed_in = self._steps
@@ -246,11 +247,12 @@ class Parts(OneBudget):
         key = kind_key(module)
         if self.named and not self._is_named(module):
             return Kind(type(module).__name__, key)
-        sizes = tuple(t.shape for t in tensors_in((args, kwargs)))
-        alike = self._alike[key]
-        kind = next((k for k in alike if k.sizes == sizes or k.why), None)
+        alike, sizes = self._alike[key], sizes_in(args, kwargs)
+        guards = guards_of(ModuleReader(module), args, kwargs)[0] if any(k.part for k in alike) else None
+        kind = next((k for k in alike if k.why or (
+            k.sizes == sizes and guards is not None and k.takes(guards))), None)
         if kind is None and len(alike) >= SIZES:
-            kind = alike[0]
+            kind = next((k for k in alike if k.sizes == sizes), alike[0])
         if kind is None or (kind.part is not None and kind.given is None):
             known, kind = kind, kind or Kind(type(module).__name__, key)
             if not any(p.requires_grad for p in module.parameters()) and \
@@ -259,12 +261,13 @@ class Parts(OneBudget):
             try:
                 with undisturbed(), contextlib.nullcontext() if self._step is None else self._step.apart():
                     refuse_what_cannot_repeat(module, args, kwargs)
-                    guards = guards_of(ModuleReader(module), args, kwargs)[0]
-                    kind.part = Part(module, guards, trace(module, args, kwargs, self._settings("all"),
-                                                           Progress(False)))
-                    tensors, structure = take_apart((args, kwargs), result=False)
-                    kind.given = structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-                    kind.sizes = sizes
+                    guards = guards or guards_of(ModuleReader(module), args, kwargs)[0]
+                    traced = trace(module, args, kwargs, self._settings("all"), Progress(False))
+                    like = None if known is not None else next(
+                        (k for k in alike if k.sizes == sizes and k.note(guards, traced)), None)
+                    if like is not None:
+                        return like
+                    kind.capture(module, guards, traced, args, kwargs)
             except RkmateError as error:
                 if self.named:
                     raise
@@ -517,8 +520,8 @@ class Parts(OneBudget):
         extra, left = min(e for *_, e in found), shared.budget - shared.taken
         """Bytes that a part may take while it runs, and bytes that no plan uses: for calls that differ from
         the planned ones."""
-        # Calls may be smaller than the one that was captured.
-        room = max(int((plan.planned.plan.budget_bytes - own) * min(1, kind.sizes_of(module)[0]))
+        # Calls may be smaller or larger than the one that was captured.
+        room = max(int((plan.planned.plan.budget_bytes - own) * kind.sizes_of(module)[0])
                    for kind, plan, own in found)
         kind = found[0][0]
         settings = replace(self._settings(kind.taught), loss_bytes=extra + left - left // calls)
@@ -592,12 +595,3 @@ class Parts(OneBudget):
             self._take(module)
         self.planned = []
         self._is_planned = self.active = False
-
-
-def _outermost(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost submodules that are called."""
-    for module in model.children():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            yield from _outermost(module)
-        else:
-            yield module

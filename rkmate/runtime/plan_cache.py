@@ -117,7 +117,9 @@ class PlanCache:
 
     def _looking(self, prototypes: Sequence[Prototype]) -> list[Prototype]:
         """Return prototypes whose keys have the kinds of the arguments that libraries look at."""
-        return [replace(p, key=self.observations.look(p.key, p.traced.capture.looked)) for p in prototypes]
+        look = self.observations.look
+        return [replace(p, key=look(p.key, p.traced.capture.looked), also=tuple(
+            look(key, p.traced.capture.looked) for key in p.also)) for p in prototypes]
 
     @property
     def latest_capture(self) -> Capture | None:

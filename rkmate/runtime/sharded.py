@@ -383,7 +383,8 @@ class Sharded(OneBudget):
             return
         if part is None:
             part = self._new_part(follower, key, args, kwargs)
-            self._parts.append(part)
+            if part not in self._parts:
+                self._parts.append(part)
         chosen[part] = part.first, part.example
         follower.cache.follow([p for _, p in chosen.values()])
         self._close()
@@ -400,6 +401,10 @@ class Sharded(OneBudget):
             if follower is self.tail:
                 _refuse_what_would_run_twice(traced.capture)
                 _drop_beginning(traced.capture, len(self._returned[-1][1]))
+
+            known = next((p for p in self._parts if p.note(key, traced)), None)
+            if known is not None:
+                return known
 
             def limit(blocked: Blocked) -> int:
                 costs = analytic_costs(blocked.partition)

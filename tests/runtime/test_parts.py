@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import rkmate
 from rkmate.measure.step import measure_peak, measure_step
 from rkmate.planners.several_calls import Item, Moment, Way, share_out, smallest_limit
+from rkmate.runtime import parts, plan_cache
 from rkmate.runtime.one_budget import Watch
 from rkmate.runtime.parts import REFUSED, Parts
 from tests.options import options_of
@@ -89,6 +90,33 @@ class Halving(Stack):
             x = layer(x)
             x = x[x.norm(dim=1).topk(int((x[:, 0] < 1e9).sum()) // 2).indices]
         return F.cross_entropy(self.head(x), y[:len(x)])
+
+
+class Numbered(Layer):
+    """A layer that knows its number. The first one computes more, and puts a result where the last finds
+    it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: torch.Tensor, kept: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        if kept is not None and self.number == 0:
+            x = x + self.down(F.gelu(self.up(x).exp().clamp(max=2)).square())
+            kept["first"] = torch.tanh(x)
+        out = super().forward(x)
+        return out * kept["first"] if kept is not None and self.number == 3 else out
+
+
+class Handing(Stack):
+    """Layers hand on results in a dictionary."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        kept: dict[str, torch.Tensor] = {}
+        x = self.begin(x) * float(np.random.rand())
+        for layer in self.layers:
+            x = layer(x, kept)
+        return F.cross_entropy(self.head(x), y)
 
 
 class Attending(nn.Module):
@@ -300,13 +328,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Step, float, list[str]]] = {
     "several backwards of one call": (lambda: Implicit([Looking(), *(Layer() for _ in range(4))]), plainly,
                                       0.7, [f"layers.{k}" for k in range(1, 5)]),
     "a sparse buffer": (Mixed, plainly, 0.7, [f"layers.{k}" for k in range(3)]),
+    "layers that hand on results": (lambda: Handing([Numbered(k) for k in range(4)]), plainly, 0.7,
+                                    [f"layers.{k}" for k in range(4)]),
     "methods": (Coder, by_methods, 0.6, ["encoder", "decoder"]),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_and_budget_of_the_whole_step(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    make, step, share, parts = MODELS[name]
+    make, step, share, expected = MODELS[name]
     model = make()
     plain = copy.deepcopy(model)
     whole = max(peak(plain, step, seed) for seed in range(6))
@@ -314,9 +344,26 @@ def test_bits_and_budget_of_the_whole_step(name: str, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, "rkmate"):
         applied(model, int(share * whole))
         same_steps(plain, model, step, range(8))
-    assert planned_parts(model) == parts
+    assert planned_parts(model) == expected
     assert "is planned by parts: " in caplog.text and "of the budget of" in caplog.text
     assert max(peak(model, step, seed) for seed in range(6)) <= int(share * whole)
+
+
+@pytest.mark.parametrize("rates", [False, True])
+def test_layers_that_differ_in_attributes_are_planned_once(rates: bool,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    found, made = [], []
+    search, make = parts.ways_of, plan_cache.make_plan
+    monkeypatch.setattr(parts, "ways_of", lambda *a: (found.append(a), search(*a))[1])
+    monkeypatch.setattr(plan_cache, "make_plan", lambda *a: (made.append(a), make(*a))[1])
+    model = Stack([Numbered(k + 1) for k in range(4)], numpy=True)
+    for k, layer in enumerate(model.layers if rates else ()):
+        layer.drop.p = 0.1 * k + 0.1            # read by the forward: as much to compute, other numbers
+    plain, whole = copy.deepcopy(model), peak(copy.deepcopy(model), plainly, 0)
+    applied(model, int(0.6 * whole))
+    same_steps(plain, model, plainly, range(3))
+    assert len(found) == 1 and len(made) == (3 if rates else 0)
+    assert peak(model, plainly, 0) <= int(0.6 * whole)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is")

@@ -86,17 +86,27 @@ class Collected:
 
     def repeat(self, tensors: Tensors, args: Any, kwargs: Any) -> None:
         """Put them there, after a planned forward."""
-        held, members = self.filled.held, self.members.fill(list(tensors))
-        if self.at:
-            first, *keys = self.at
-            held = functools.reduce(operator.getitem, keys, args[first] if isinstance(first, int)
-                                    else kwargs[first])
+        held, members = self._held(args, kwargs), self.members.fill(list(tensors))
         if isinstance(held, dict):
             for k in self.filled.old.keys() - self.filled.new.keys():
                 held.pop(k, None)
             held.update(members)
         else:
             held[len(held) if self.appends else 0:] = members
+
+    def now(self, args: Any, kwargs: Any) -> Any:
+        """Return the members that a forward has just put there."""
+        held, names = self._held(args, kwargs), self.members.fill([None] * self.members.count)
+        if isinstance(held, dict):
+            return {k: held.get(k) for k in names}
+        return held[len(held) - len(names):]
+
+    def _held(self, args: Any, kwargs: Any) -> Any:
+        if not self.at:
+            return self.filled.held
+        first, *keys = self.at
+        return functools.reduce(operator.getitem, keys,
+                                args[first] if isinstance(first, int) else kwargs[first])
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,19 @@ class Effects:
             leaves = pytree.tree_leaves((args, kwargs))
             for changed in self.objects:
                 changed.repeat(leaves, tensors)
+
+
+    def left_in(self, args: Any, kwargs: Any) -> dict[int, torch.Tensor]:
+        """Return the tensors that a forward without a plan has just left in its arguments, by their numbers
+        among `Tensors`."""
+        leaves = pytree.tree_leaves((args, kwargs)) if self.objects else []
+        found: dict[int, torch.Tensor] = {}
+        for structure, value in (*((o.after, leaves[o.leaf]) for o in self.objects),
+                                 *((c.members, c.now(args, kwargs)) for c in self.collected if c.at)):
+            tensors, now = take_apart(value, result=True)
+            if len(now.slots) == len(structure.slots):
+                found |= dict(zip(structure.slots, (tensors[k] for k in now.slots), strict=True))
+        return found
 
 
 def found_effects(assigned: Sequence[Assigned], filled: Sequence[tuple[tuple[Any, ...], Filled]],

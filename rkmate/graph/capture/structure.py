@@ -120,6 +120,12 @@ class Structure:
         return next((name for name, found in self.names().items() if found == {number}), str(number))
 
     @property
+    def slots(self) -> list[int]:
+        """The numbers of the tensors, in the order in which they stand in the object."""
+        return [s.index for leaf in self.leaves if not isinstance(leaf, PLAIN)
+                for s in objects_in(leaf) if isinstance(s, _Slot)]
+
+    @property
     def is_plain(self) -> bool:
         """Whether nothing but tensors and plain constants stands in it."""
         return all(isinstance(leaf, (_Slot, *PLAIN)) for leaf in self.leaves)
