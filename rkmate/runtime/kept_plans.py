@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from rkmate.budget import Budget
+from rkmate.errors import InfeasibleBudget
 from rkmate.graph.capture.capture import Capture
 from rkmate.offload.target import Engines
 from rkmate.pipeline.attempts import Planned
@@ -53,6 +54,9 @@ class Planning:
     """Whether later steps are planned for as many calls before a backward as were seen in one."""
     engines: Engines | None = None
     """Engines that copy data away, if other modules share them; None: the module's own."""
+    over: Callable[[InfeasibleBudget], None] | None = None
+    """Told of a call for which the budget is too small: it gets the smallest budget that can be met. None: it
+    is refused."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ these submodules follow plans. All of them, and the rest, share one budget.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -529,15 +530,18 @@ class Parts(OneBudget):
             settings = replace(settings, offload=settings.offload.part(1, calls))
         self._put(module, replace(self.planning, budget=Budget(bytes=room + extra + left),
                                   settings=settings, shared_inputs=kind.known_shared,
+                                  over=functools.partial(self._refused, module),
                                   calls_at_once=sum(m is module for k, *_ in found for m, _ in k.calls)),
                   tuple(plan for _, plan, _ in found), self._refused)
 
     def _refused(self, module: nn.Module, error: RkmateError) -> None:
-        """A call of a part cannot be planned: it runs as it is."""
-        if isinstance(error, InfeasibleBudget) and self._refusals < REFUSED and not self._again:
+        """A call of a part cannot be planned, and runs as it is; or it needs more than its share."""
+        larger = isinstance(error, InfeasibleBudget)
+        if larger and self._refusals < REFUSED and not self._again:
             self._again, self._refusals = True, self._refusals + 1
         name = self._name(module)
-        self._warn_once(name, f"a call of {name} differs from the planned ones, and runs as it is: {error}" +
+        done = "has the smallest plan that there is" if larger else "runs as it is"
+        self._warn_once(name, f"a call of {name} differs from the planned ones, and {done}: {error}" +
                         self._again * ". The next step is observed, and the budget is shared out again")
 
     # -- what is said ---------------------------------------------------------------------

@@ -208,14 +208,17 @@ class PlanCache:
 
             executable = made() if ranks is None or plan is not None else \
                 self._led(ranks, made, traced, budget)
+            self.planning = replace(self.planning, budget=budget.at_least(executable.plan.budget_bytes))
         except InfeasibleBudget as error:
-            if not self._kept:
+            if self.planning.over is not None and ranks is None:
+                executable, refused = self._at_least(traced, error)
+                self.planning.over(refused)
+            elif not self._kept:
                 raise
-            shapes = ", ".join(str(tuple(place[0])) for place in key.inputs)
-            raise InfeasibleBudget(f"a call with inputs of shape {shapes}: {error}",
-                                   error.minimum_bytes) from error
-        budget = budget.at_least(executable.plan.budget_bytes)
-        self.planning = replace(self.planning, budget=budget)
+            else:
+                shapes = ", ".join(str(tuple(place[0])) for place in key.inputs)
+                raise InfeasibleBudget(f"a call with inputs of shape {shapes}: {error}",
+                                       error.minimum_bytes) from error
         key = self.observations.add(self.observations.look(key, captured.looked), captured.recipe)
         # What is kept holds no tensors of this call.
         known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
