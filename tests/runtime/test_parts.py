@@ -458,9 +458,13 @@ def test_calls_without_room_leave_the_others_their_plans(monkeypatch: pytest.Mon
     plan = Parts._plan
     monkeypatch.setattr(Parts, "_plan", lambda parts, step: observed.append(parts) or plan(parts, step))
     monkeypatch.setattr("rkmate.runtime.parts.REFUSED", 1)
-    with pytest.warns(rkmate.RkmateWarning, match="layers.* has the smallest plan that there is"):
+
+    def all_sizes() -> None:
         for seed in range(7):
             train(model, plainly, seed)
+
+    with pytest.warns(rkmate.RkmateWarning, match="layers.* has the smallest plan that there is"):
+        all_sizes()
     assert len(observed) == 2
     assert planned_parts(model) == [f"layers.{k}" for k in range(4)]
     same_steps(plain, model, plainly)
