@@ -47,7 +47,7 @@ class _Layer:
     reserve: int
     of_states: tuple[int, int]
     """Among the gradient's results."""
-    layout: tuple[int, ...]
+    layout: tuple[int, int]
     """Among a layer's arguments: whether the batch is first, and whether the sequence is read backwards (on a
     CPU), or in both directions (on a GPU)."""
 
