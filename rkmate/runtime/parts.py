@@ -530,17 +530,17 @@ class Parts(OneBudget):
             settings = replace(settings, offload=settings.offload.part(1, calls))
         self._put(module, replace(self.planning, budget=Budget(bytes=room + extra + left),
                                   settings=settings, shared_inputs=kind.known_shared,
-                                  over=functools.partial(self._refused, module),
+                                  over=functools.partial(self._refused, module, planned=True),
                                   calls_at_once=sum(m is module for k, *_ in found for m, _ in k.calls)),
                   tuple(plan for _, plan, _ in found), self._refused)
 
-    def _refused(self, module: nn.Module, error: RkmateError) -> None:
-        """A call of a part cannot be planned, and runs as it is; or it needs more than its share."""
-        larger = isinstance(error, InfeasibleBudget)
-        if larger and self._refusals < REFUSED and not self._again:
+    def _refused(self, module: nn.Module, error: RkmateError, *, planned: bool = False) -> None:
+        """A call of a part cannot be planned, and runs as it is. `planned`: it follows a plan that needs more
+        than its share."""
+        if isinstance(error, InfeasibleBudget) and self._refusals < REFUSED and not self._again:
             self._again, self._refusals = True, self._refusals + 1
         name = self._name(module)
-        done = "has the smallest plan that there is" if larger else "runs as it is"
+        done = "has the smallest plan that there is" if planned else "runs as it is"
         self._warn_once(name, f"a call of {name} differs from the planned ones, and {done}: {error}" +
                         self._again * ". The next step is observed, and the budget is shared out again")
 

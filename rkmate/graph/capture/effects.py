@@ -133,7 +133,6 @@ class Effects:
             for changed in self.objects:
                 changed.repeat(leaves, tensors)
 
-
     def left_in(self, args: Any, kwargs: Any) -> dict[int, torch.Tensor]:
         """Return the tensors that a forward without a plan has just left in its arguments, by their numbers
         among `Tensors`."""
