@@ -11,15 +11,19 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from rkmate import device as devices
 from rkmate.device.elsewhere import planning_for
 from rkmate.devices import GPU, checked
 from rkmate.errors import ArgumentError
+from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.refusals import refuse_parallelism
 from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.dtensor import bytes_held, is_dtensor, local_part, placed
+from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.tensors import FakeTensor, storage_id
 
 _P = TypeVar("_P", bound=Plan)
 
@@ -100,3 +104,30 @@ def _translated(plan: Plan) -> str:
     if others:
         text += f", {' and '.join(others)} as without cuDNN"
     return text
+
+
+def as_there(captured: Capture, device: torch.device) -> Capture:
+    """Move the values of a captured graph to another device, in place, and return the capture."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, FakeTensor) or value.device == device:
+            return value
+        own = value.untyped_storage()
+        held = storages.setdefault(storage_id(own), torch.UntypedStorage(own.nbytes(), device="meta"))
+        plain = torch.empty(0, dtype=value.dtype, device="meta").set_(
+            held, value.storage_offset(), value.shape, value.stride())
+        return FakeTensor(value.fake_mode, plain, device)
+
+    def argument(value: torch.device) -> torch.device:
+        return value if devices.of(value).elsewhere is None else device
+
+    kept = [n.meta[VALUE] for n in captured.graph.nodes if VALUE in n.meta]      # their storages stay apart
+    for node in captured.graph.nodes:
+        node.args, node.kwargs = (pytree.tree_map_only(torch.device, argument, a)
+                                  for a in (node.args, node.kwargs))
+        if VALUE in node.meta:
+            node.meta[VALUE] = pytree.tree_map(moved, node.meta[VALUE])
+    del kept
+    return captured
+

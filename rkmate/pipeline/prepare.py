@@ -28,7 +28,7 @@ from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.blocks.wishes import Wishes, check_names, wishes_of
-from rkmate.graph.capture.capture import Capture, Source, as_there
+from rkmate.graph.capture.capture import Capture, Source
 from rkmate.graph.capture.refusals import refuse_gradients_in_place
 from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
 from rkmate.graph.passes.cluster import Cluster
@@ -49,6 +49,7 @@ from rkmate.measure.runs import touched_bytes
 from rkmate.measure.settings import MeasureSettings
 from rkmate.measure.temporaries import with_memory_of_groups
 from rkmate.offload.target import link_of
+from rkmate.pipeline.elsewhere import as_there
 from rkmate.pipeline.loss import ModelAndLoss, traceable, trained_outputs, trains_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first, settings_that_keep
@@ -64,10 +65,8 @@ from rkmate.torch_seam.tensors import read_directly
 
 # -- Traced, blocked, prepared ---------------------------------------------------------------------
 #
-# From a model to its graph in blocks, with costs: capture, passes, lower, partition, costs.
-#
-# Only the files of this package know the order of the stages. Each stage takes what the one before returns.
-
+# From a model to its graph in blocks, with costs: capture, passes, lower, partition, costs. Each stage takes
+# what the one before returns; only this package knows their order.
 
 LEAST_SECONDS = 0.1
 """Seconds that a search gets if the capture has used up the time: for a first plan."""

@@ -52,7 +52,7 @@ from rkmate.graph.capture.values import (
     is_stopped_by_values,
     taken_for_granted,
 )
-from rkmate.torch_seam.containers import pytree, tensors_in
+from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import as_dtensors, local_names, local_parameters, local_results
 from rkmate.torch_seam.modules import HOOKED, buffers_of
 from rkmate.torch_seam.nodes import VALUE, descriptor
@@ -64,7 +64,7 @@ from rkmate.torch_seam.patches.autograd import (
 )
 from rkmate.torch_seam.patches.features import INNER, check_once
 from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW, ChecksByValue
-from rkmate.torch_seam.tensors import FakeTensor, storage_id
+from rkmate.torch_seam.tensors import storage_id
 from rkmate.torch_seam.trace import (
     Role,
     export_joint,
@@ -577,35 +577,3 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
     tangents = {s.key for s in sources.values() if s.kind == "tangent"}
     return Capture(module.graph, sources, tuple(outputs), tuple(mutations), tuple(grads), inputs,
                    structure, constants, tuple(i in tangents for i in range(count)), recipe=recipe)
-
-
-# -- On a device that is not here ------------------------------------------------------------------
-#
-# A captured graph, as if it had been captured on a device that is not here.
-
-
-def as_there(captured: Capture, device: torch.device) -> Capture:
-    """Move the values of a captured graph to another device, in place, and return the capture."""
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def moved(value: Any) -> Any:
-        if not isinstance(value, FakeTensor) or value.device == device:
-            return value
-        own = value.untyped_storage()
-        held = storages.setdefault(storage_id(own), torch.UntypedStorage(own.nbytes(), device="meta"))
-        plain = torch.empty(0, dtype=value.dtype, device="meta").set_(
-            held, value.storage_offset(), value.shape, value.stride())
-        return FakeTensor(value.fake_mode, plain, device)
-
-    def argument(value: torch.device) -> torch.device:
-        return value if devices.of(value).elsewhere is None else device
-
-    kept = [n.meta[VALUE] for n in captured.graph.nodes if VALUE in n.meta]      # their storages stay apart
-    for node in captured.graph.nodes:
-        node.args, node.kwargs = (pytree.tree_map_only(torch.device, argument, a)
-                                  for a in (node.args, node.kwargs))
-        if VALUE in node.meta:
-            node.meta[VALUE] = pytree.tree_map(moved, node.meta[VALUE])
-    del kept
-    return captured
-
