@@ -33,12 +33,13 @@ TOOLS := tests/integrations/test_examples.py tests/integrations/test_transformer
 
 OLDEST := torch==2.11.0
 
-.PHONY: demo test slow gpu lint docs wheel newest newest-torch oldest-torch versions bench clean help
+.PHONY: demo test long slow durations gpu lint docs wheel newest newest-torch oldest-torch versions bench clean help
 
 help:
 	@echo "make demo    train a small GPT-2 plain and under half its memory, side by side"
-	@echo "make test    the tests, without the slow ones"
+	@echo "make test    the tests, without those that take long; make long: these, without the slow ones"
 	@echo "make slow    all tests"
+	@echo "make durations  record how long each test takes, in tests/durations.json"
 	@echo "make gpu     the tests and benchmarks that need a CUDA device"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    the documentation as a site, in out/site"
@@ -52,11 +53,20 @@ help:
 demo: $(VENV)/.installed-examples
 	$(PY) examples/demo.py
 
+# tests/durations.json says which tests take long.
 test: $(VENV)/.installed-test
-	$(PYTEST) tests
+	$(PYTEST) -m "not slow and not long" tests
+
+long: $(VENV)/.installed-test
+	$(PYTEST) -m "long and not slow" tests
 
 slow: $(VENV)/.installed-test
 	RKMATE_NEW_EXAMPLES=1 $(PYTEST) -m "slow or not slow" tests
+
+durations: $(VENV)/.installed-test
+	rm -rf out/durations
+	$(PYTEST) --record-durations out/durations tests
+	$(PY) -c "from pathlib import Path; from tests.conftest import write_durations; write_durations(Path('out/durations'))"
 
 # Each piece takes less than ten minutes on a large GPU; its rows are kept in out/gpu.
 gpu: $(VENV)/.installed-test
@@ -84,7 +94,7 @@ wheel: $(VENV)/.installed-dev
 # The whole suite with the newest torch, and with the oldest what shows that it works at all: the import, a
 # model, and the self test of each feature that is not torch's documented API.
 newest-torch:
-	$(MAKE) test VENV=.venv-newest-torch CONSTRAINTS=constraints-newest.txt
+	$(MAKE) test long VENV=.venv-newest-torch CONSTRAINTS=constraints-newest.txt
 	rm -rf .venv-newest-torch
 
 oldest-torch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -67,17 +69,60 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
 
 
-LONG_FIRST = ("test_wrap_bank.py", "test_random_modules.py")
-"""What takes longest begins first, so that no process waits for another at the end."""
+# -- How long each test takes ----------------------------------------------------------------------
+
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Processor seconds of the tests that take longest: written by `make durations`."""
+LEAST_RECORDED, LONG = 1.0, 1.2
+"""Processor seconds from which a test stands in the record, and from which it is `long`."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--record-durations FOLDER`: each process writes there what each test has taken."""
+    parser.addoption("--record-durations", metavar="FOLDER")
+
+
+def _processor_seconds() -> float:
+    taken = os.times()
+    return taken.user + taken.system + taken.children_user + taken.children_system
+
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Record what a test takes, with its set-up, if that is asked for."""
+    folder, begun = item.config.getoption("record_durations"), _processor_seconds()
+    yield
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with Path(folder, f"{os.getpid()}.jsonl").open("a") as file:
+            print(json.dumps([_name(item), _processor_seconds() - begun]), file=file)
+
+
+def _name(item: pytest.Item) -> str:
+    """Return a test's name, without the group that pytest-xdist puts behind it."""
+    return item.nodeid.rsplit("@", 1)[0] if item.get_closest_marker("xdist_group") else item.nodeid
+
+
+def write_durations(folder: Path) -> None:
+    """Write the record from what processes have written to a folder."""
+    rows = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    kept = {name: round(seconds, 1) for name, seconds in rows if seconds >= LEAST_RECORDED}
+    DURATIONS.write_text(json.dumps(dict(sorted(kept.items())), indent=0) + "\n")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none."""
-    items.sort(key=lambda item: item.path.name not in LONG_FIRST)
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu") is not None:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    """Mark the tests that take long; their files begin first, so that no process waits for another at the
+    end. Tests marked `gpu` are skipped where there is none."""
+    recorded = json.loads(DURATIONS.read_text())
+    seconds = {item: recorded.get(_name(item), 0.0) for item in items}
+    longest = {path: max(seconds[i] for i in of) for path, of in groupby(items, lambda item: item.path)}
+    items.sort(key=lambda item: -longest[item.path])
+    for item in items:
+        if seconds[item] >= LONG:
+            item.add_marker("long")
+        if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 FEW_OPTIONS = OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0)

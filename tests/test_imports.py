@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import operator
 import pkgutil
 import re
@@ -16,6 +17,7 @@ import networkx as nx
 import pytest
 
 import rkmate
+from tests.conftest import DURATIONS
 from tests.house import HOUSE, LOOSE, PACKAGE, PAGES, Room, may_import, room_of, up_to_date
 
 LOG = Path(__file__).parent / "dtr" / "data" / "logs" / "lin_unit_16.log"
@@ -137,3 +139,10 @@ def test_what_a_text_tells_to_type_is_there() -> None:
 @pytest.mark.parametrize("page", list(PAGES), ids=lambda p: p.name)
 def test_the_pages_are_up_to_date(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == up_to_date(page), "run `python -m tests.house`"
+
+
+def test_recorded_durations_are_of_tests_that_are_there() -> None:
+    for name in json.loads(DURATIONS.read_text(encoding="utf-8")):
+        file, _, function = name.partition("[")[0].partition("::")
+        text = (PACKAGE.parent / file).read_text(encoding="utf-8")
+        assert f"def {function.rpartition('::')[2]}(" in text, f"no {name}: run `make durations`"
