@@ -121,9 +121,9 @@ class Llama(nn.Module):
 class Recurrent(nn.Module):
     """A recurrent layer, and what goes around it."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, layer: Callable[..., nn.Module], width: int) -> None:
         super().__init__()
-        self.norm, self.inner = nn.LayerNorm(width), nn.LSTM(width, width, batch_first=True)
+        self.norm, self.inner = nn.LayerNorm(width), layer(width, width, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = x + self.inner(self.norm(x))[0]
@@ -338,7 +338,10 @@ MODELS: dict[str, tuple[str, Callable[[], Made]]] = {
         Blocks([Scan(64, 16, 4096) for _ in range(2)], F.mse_loss),
         (torch.randn(1, 4096, 64), torch.randn(1, 4096, 64)))),
     "lstm": ("two LSTM layers, 4 x 2048 x 128", lambda: (
-        Blocks([Recurrent(128) for _ in range(2)], F.mse_loss),
+        Blocks([Recurrent(nn.LSTM, 128) for _ in range(2)], F.mse_loss),
+        (torch.randn(4, 2048, 128), torch.randn(4, 2048, 128)))),
+    "gru": ("two GRU layers, 4 x 2048 x 128", lambda: (
+        Blocks([Recurrent(nn.GRU, 128) for _ in range(2)], F.mse_loss),
         (torch.randn(4, 2048, 128), torch.randn(4, 2048, 128)))),
     "unet-3d-64": ("3D U-Net with group norms, 1 x 1 x 64^3", lambda: (
         UNet(3, 16, lambda c: nn.GroupNorm(4, c)), _labelled(1, 1, 64, 64, 64, classes=4, dense=True))),

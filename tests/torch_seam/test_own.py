@@ -52,6 +52,7 @@ def test_one_place_defines_operators() -> None:
 
 COLLECTIVES = {"all_reduce_and_wait", "all_reduce_and_wait_", "all_gather_into_tensor_and_wait",
                "reduce_scatter_tensor_and_wait", "all_to_all_single_and_wait", "broadcast_and_wait"}
+STEPS = {"recurrent_steps", "recurrent_steps_backward"}
 
 
 @pytest.mark.parametrize(("question", "names"), [
@@ -59,7 +60,7 @@ COLLECTIVES = {"all_reduce_and_wait", "all_reduce_and_wait_", "all_gather_into_t
     ("uses_autograd", {"opaque", "opaque_backward", "recurrent_layer", "product_backward",
                        "cumulative_product_backward", "written"}),
     ("direct", {"cross_entropy_backward.out", "cudnn_batch_norm", "cudnn_rnn", "cudnn_rnn_backward",
-                "exchanged", *(name.replace("_and_wait", "_started") for name in COLLECTIVES
+                *STEPS, "exchanged", *(name.replace("_and_wait", "_started") for name in COLLECTIVES
                   if name != "all_reduce_and_wait_")}),
     ("linear", {"cross_entropy_backward", "cross_entropy_backward.out"}),
     ("rows_like", {"cross_entropy_backward"}),
@@ -70,9 +71,9 @@ COLLECTIVES = {"all_reduce_and_wait", "all_reduce_and_wait_", "all_gather_into_t
     ("temporaries", {"cross_entropy_backward", "cross_entropy_backward.out", "batch_norm_backward",
                      "batch_norm_backward.over", "batch_norm_by_groups", "add_embedding_rows",
                      "add_embedding_rows.out", "add_embedding_gradient", "add_convolution_gradient",
-                     "dropout", "bernoulli", "bernoulli_", *COLLECTIVES}),
-    ("flops", {"add_convolution_gradient", "add_embedding_gradient"}),
-    ("gradient", {"product", "cumulative_product", "ctc_loss", "cudnn_rnn", "dropout"}),
+                     "dropout", "bernoulli", "bernoulli_", *STEPS, *COLLECTIVES}),
+    ("flops", {"add_convolution_gradient", "add_embedding_gradient", *STEPS}),
+    ("gradient", {"product", "cumulative_product", "ctc_loss", "cudnn_rnn", "dropout", "recurrent_steps"}),
 ])
 def test_of_which_operators_something_is_known(question: str, names: set[str]) -> None:
     assert {name for name, record in records().items() if getattr(record, question)} == names

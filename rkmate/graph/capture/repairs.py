@@ -59,6 +59,7 @@ from rkmate.torch_seam.patches.numerics import (
 from rkmate.torch_seam.patches.recurrent import (
     as_eager_runs_them,
     gates_as_eager_computes,
+    layers_as_one,
     make_recurrent_layers_whole,
     types_of_fused_layers,
 )
@@ -160,6 +161,9 @@ PATCHES = (
           "Under autocast, eager mode gives an LSTM to the fused layer, which returns autocast's type. "
           "Torch's decomposition returns float32 there, and so would be followed by other casts.",
           _of_any_model(types_of_fused_layers), feature=features.GATES),
+    Patch("recurrent layers as one operation",
+          "An export unrolls a layer, step by step, to find the form of its results.",
+          _of_any_model(layers_as_one), feature=features.GATES, around="export"),
     Patch("layouts",
           "Some kernels return other strides than fake tensors say. Strides decide which copies are made, "
           "and in which order a later sum is taken.",
@@ -251,7 +255,8 @@ PROGRAM_REWRITES: tuple[Rewrite[fx.GraphModule], ...] = (
             run_as_they_are),
     Rewrite("recurrent stacks",
             "Torch's decompositions leave out the dropout between the layers, and use the fused LSTM layer "
-            "only for the first layer. On GPUs, they unroll step by step what eager mode passes to cuDNN.",
+            "only for the first layer. They unroll, step by step, GRUs and layers of tanh or relu on CPUs, "
+            "and on GPUs what eager mode passes to cuDNN.",
             as_eager_runs_them, ("2.11", "2.12", "2.13")),
     Rewrite("closed-over tensors",
             "The trace of the gradients does not accept a tensor that is not a parameter, buffer or "

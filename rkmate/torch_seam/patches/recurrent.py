@@ -1,5 +1,6 @@
 """Recurrent layers: three places where torch's own tracing is not what eager mode does. On GPUs, stacks are
-cuDNN's (`cudnn_rnn`) where eager mode's are.
+cuDNN's (`cudnn_rnn`) where eager mode's are; GRUs and layers of tanh or relu on a CPU are one operation for
+each layer and direction (`recurrent_steps`).
 
 `aten.mkldnn_rnn_layer` makes the workspace that its backward reads only while gradients are
 recorded, and its fake result does not know the workspace's size. The operation registered here
@@ -12,8 +13,8 @@ other elements fall to the scalar version of the same function, which rounds oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ from rkmate.errors import CaptureError
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import OwnOperator, register
 from rkmate.torch_seam.patches.cudnn_rnn import as_autocast_gives_them, is_cudnns, layers_of_cudnn
+from rkmate.torch_seam.patches.recurrent_steps import STEPWISE, gru_step, stepwise
 from rkmate.torch_seam.schema import DispatchKey, python_kernels_replaced
 from rkmate.torch_seam.tensors import without_modes
 
@@ -79,7 +81,7 @@ def _workspace_bytes(node: fx.Node) -> int:
     return int(workspace.numel() * workspace.element_size())
 
 
-_LAYERED = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
+_LAYERED = {aten.lstm.input, *STEPWISE}
 _PACKED = {aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data}
 _LSTM = 2
 """The fused layer's number for an LSTM."""
@@ -88,8 +90,9 @@ _LSTM = 2
 def as_eager_runs_them(program: fx.GraphModule) -> None:
     """Let the recurrent stacks of an exported program be traced as eager mode runs them.
 
-    Torch's decompositions (seen in 2.11 to 2.13) leave out the dropout between the layers, and use
-    the fused LSTM layer for the first layer only. A single cell is decomposed as in eager mode.
+    Torch's decompositions (seen in 2.11 to 2.13) leave out the dropout between the layers, and use the fused
+    LSTM layer for the first layer only; they unroll what is one operation here. A single cell is decomposed
+    as in eager mode.
     """
     found = [n for n in program.graph.nodes
              if n.target is aten.gru_cell.default or n.target in _LAYERED or n.target in _PACKED]
@@ -97,23 +100,17 @@ def as_eager_runs_them(program: fx.GraphModule) -> None:
         if node.target is aten.gru_cell.default and devices.of(node.meta[VALUE]).cpu_kernels:
             node.target = _cell
         if node.target in _LAYERED:
-            if _has_dropout(node, first=3) or node.target is aten.lstm.input \
-                    or _is_elsewhere(node.args[0].meta.get(VALUE)):
-                node.args = (node.target, *node.args)
-                node.target = _layer_by_layer
-        elif node.target in _PACKED and _has_dropout(node, first=4):
+            node.args = (node.target, *node.args)
+            node.target = _layer_by_layer
+        elif node.target in _PACKED and _has_dropout(node):
             raise CaptureError(f"{node.target} with dropout between the layers of a packed sequence "
                                "cannot be captured: stack single layers and nn.Dropout instead")
     if found:
         program.recompile()
 
 
-def _is_elsewhere(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not devices.of(value).cpu_kernels
-
-
-def _has_dropout(node: fx.Node, first: int) -> bool:
-    arguments: Any = node.args[first + 1:first + 4]
+def _has_dropout(packed: fx.Node) -> bool:
+    arguments: Any = packed.args[5:8]
     layers, dropout, train = arguments
     return bool(train and dropout > 0 and layers > 1)
 
@@ -127,7 +124,8 @@ def _layer_by_layer(op: Any, x: torch.Tensor, hidden: Any, params: list[torch.Te
     several = isinstance(hidden, (list, tuple))
     states = list(hidden) if several else [hidden]
     per_layer = len(params) // layers
-    run = _fused if op is aten.lstm.input and here and _fusable(x, states, params) else _plain
+    run = _fused if op is aten.lstm.input and here and _fusable(x, states, params) else \
+        stepwise if op in STEPWISE and _is_stepwise(x, states, params) else _plain
     read = [x, *states, *params]
     if not devices.of(x).cpu_kernels:
         read = as_autocast_gives_them(read)
@@ -198,16 +196,16 @@ def _fused(op: Any, x: torch.Tensor, hidden: list[torch.Tensor], weights: list[t
     return y, torch.stack(states), torch.stack(cells)
 
 
+def _is_stepwise(x: torch.Tensor, states: list[torch.Tensor], params: list[torch.Tensor]) -> bool:
+    """Return whether a layer can be written as `recurrent_steps`. Autocast casts inside of each step."""
+    return not torch.is_autocast_enabled(devices.of(x).autocast_kind) and all(
+        devices.of(t).cpu_kernels and t.numel() > 0 and t.dtype is x.dtype for t in (x, *states, *params))
+
+
 def _gated(inp: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor,
            bias: torch.Tensor | None) -> torch.Tensor:
     """Run a step of a GRU. `inp`: what the input contributes to the gates."""
-    size = hidden.shape[-1]
-    from_hidden = F.linear(hidden, weight, bias)
-    gates, new = from_hidden.split_with_sizes([2 * size, size], -1)
-    gates_in, new_in = inp.split_with_sizes([2 * size, size], -1)
-    reset, update = (gates + gates_in).chunk(2, -1)      # parts of one tensor, as in eager mode
-    new = (new_in + new * reset.sigmoid()).tanh()
-    return (hidden - new) * update.sigmoid() + new
+    return gru_step(inp, F.linear(hidden, weight, bias), hidden)
 
 
 def _cell(x: torch.Tensor, hidden: torch.Tensor, w_in: torch.Tensor, w: torch.Tensor,
@@ -216,22 +214,32 @@ def _cell(x: torch.Tensor, hidden: torch.Tensor, w_in: torch.Tensor, w: torch.Te
     return _gated(F.linear(x, w_in, b_in), hidden, w, b)
 
 
-@contextmanager
-def types_of_fused_layers() -> Iterator[None]:
+def types_of_fused_layers() -> AbstractContextManager[None]:
     """While a module is captured: an LSTM returns the type that the fused layer returns. Torch's
     decomposition computes the cells themselves, and under autocast in another type."""
-    decomposed = aten.lstm.input.py_kernels[DispatchKey.CompositeImplicitAutograd]
     here = _has_library()           # an export switches it off for its own time
+    return _layer_by_layer_where(lambda *tensors: here and _fusable(*tensors), [aten.lstm.input], here)
 
-    def lstm(x: torch.Tensor, hidden: list[torch.Tensor], params: list[torch.Tensor], has_biases: bool,
-             layers: int, dropout: float, train: bool, *others: bool) -> Any:
-        run = decomposed
-        if here and _fusable(x, hidden, params):
-            run = partial(_layer_by_layer, aten.lstm.input, here=here)
-        return run(x, hidden, params, has_biases, layers, dropout, train, *others)
 
-    with python_kernels_replaced({aten.lstm.input: lstm}):
-        yield
+def layers_as_one() -> AbstractContextManager[None]:
+    """While a module is exported, layers that become one operation are not unrolled."""
+    return _layer_by_layer_where(_is_stepwise, STEPWISE)
+
+
+def _layer_by_layer_where(is_so: Callable[..., bool], ops: Iterable[Any],
+                          here: bool | None = None) -> AbstractContextManager[None]:
+    def kernel(op: Any) -> Any:
+        decomposed = op.py_kernels[DispatchKey.CompositeImplicitAutograd]
+
+        def run(x: torch.Tensor, hidden: Any, params: list[torch.Tensor], has_biases: bool, layers: int,
+                dropout: float, train: bool, *others: bool) -> Any:
+            states = list(hidden) if isinstance(hidden, (list, tuple)) else [hidden]
+            run = partial(_layer_by_layer, op, here=here) if is_so(x, states, params) else decomposed
+            return run(x, hidden, params, has_biases, layers, dropout, train, *others)
+
+        return run
+
+    return python_kernels_replaced({op: kernel(op) for op in ops})
 
 
 @contextmanager

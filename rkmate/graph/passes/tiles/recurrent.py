@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate import device as devices
 from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.tiles.rewrite import call_meta
 from rkmate.torch_seam.nodes import VALUE, is_backward, wish_of
@@ -26,8 +27,8 @@ SEGMENTS = 8
 """Most segments of a layer: each has operations of its own, among which planners choose."""
 LEAST_STEPS = 32
 """Steps of a segment, at least: the weights are read, and their gradients are added up, once in each."""
-_OUTPUT, _RESERVE = 0, 3
-"""Places among a layer's results; those of its last states are between."""
+_OUTPUT = 0
+"""Place among a layer's results; those of its last states are behind it."""
 
 
 @dataclass(frozen=True)
@@ -36,27 +37,35 @@ class _Layer:
     operations, and so does its gradient among the results."""
 
     gradient: Any
-    states: tuple[int, int]
+    kept: int
+    """Among the results: what the gradient reads."""
+    states: tuple[int, ...]
     """Among the arguments of both."""
     output: int
     """Among the gradient's arguments, as all that follow."""
     leaving: tuple[int, ...]
     """Of the last states."""
     of_output: int
-    of_leaving: tuple[int, int]
+    of_leaving: tuple[int, ...]
     reserve: int
-    of_states: tuple[int, int]
+    """What the layer has kept."""
+    of_states: tuple[int, ...]
     """Among the gradient's results."""
-    layout: tuple[int, int]
-    """Among a layer's arguments: whether the batch is first, and whether the sequence is read backwards (on a
-    CPU), or in both directions (on a GPU)."""
+    batch_first: int | None
+    """Among a layer's arguments, as all that follow; None: the steps are first."""
+    backwards: int | None
+    """Whether the sequence is read from its end."""
+    whole: int | None
+    """What has no segments: packed sequences, both directions at once."""
 
 
 _LAYERS: dict[Any, _Layer] = {
     torch.ops.rkmate.recurrent_layer.default: _Layer(
-        aten.mkldnn_rnn_layer_backward.default, (5, 6), 7, (8, 9), 10, (11, 12), 22, (5, 6), (14, 7)),
+        aten.mkldnn_rnn_layer_backward.default, 3, (5, 6), 7, (8, 9), 10, (11, 12), 22, (5, 6), 14, 7, 8),
     torch.ops.rkmate.cudnn_rnn.default: _Layer(
-        torch.ops.rkmate.cudnn_rnn_backward.default, (2, 3), 4, (), 5, (6, 7), 8, (1, 2), (6, 8)),
+        torch.ops.rkmate.cudnn_rnn_backward.default, 3, (2, 3), 4, (), 5, (6, 7), 8, (1, 2), 6, None, 8),
+    torch.ops.rkmate.recurrent_steps.default: _Layer(
+        torch.ops.rkmate.recurrent_steps_backward.default, 2, (1,), 6, (), 8, (9,), 7, (1,), None, 6, None),
 }
 
 
@@ -75,8 +84,9 @@ def segment_recurrent(joint: Joint) -> None:
 
 def _gradient_of(layer: fx.Node) -> fx.Node | None:
     """Return the one operation that reads what a layer keeps, if it is the layer's gradient."""
-    readers = [u for item in layer.users if item.args[1] == _RESERVE for u in item.users]
-    if len(readers) != 1 or readers[0].target is not _LAYERS[layer.target].gradient \
+    of = _LAYERS[layer.target]
+    readers = [u for item in layer.users if item.args[1] == of.kept for u in item.users]
+    if len(readers) != 1 or readers[0].target is not of.gradient \
             or any(wish_of(n) is not None for n in (layer, *layer.users)):
         return None
     return readers[0]
@@ -84,21 +94,24 @@ def _gradient_of(layer: fx.Node) -> fx.Node | None:
 
 def _bounds(layer: fx.Node) -> list[tuple[int, int]]:
     """Return the first step of each segment and the one behind its last, in the order in which they run."""
-    x: Any = layer.args[0]
-    first, other = (bool(layer.args[k]) for k in _LAYERS[layer.target].layout)
-    on_cpu = layer.target is not torch.ops.rkmate.cudnn_rnn.default
-    length = int(x.meta[VALUE].shape[1 if first else 0])
+    of, x = _LAYERS[layer.target], layer.args[0].meta[VALUE]        # type: ignore[union-attr]
+    length = int(x.shape[1 if _is(layer, of.batch_first) else 0])
     parts = min(SEGMENTS, length // LEAST_STEPS)
-    if parts < 2 or (layer.args[8] if on_cpu else other) or (on_cpu and not x.meta[VALUE].is_contiguous()):
+    in_parts = of.batch_first is None or not devices.of(x).cpu_kernels or x.is_contiguous()     # for oneDNN
+    if parts < 2 or _is(layer, of.whole) or not in_parts:
         return [(0, length)]
     step = -(-length // parts)
     found = [(start, min(start + step, length)) for start in range(0, length, step)]
-    return found[::-1] if other else found
+    return found[::-1] if _is(layer, of.backwards) else found
+
+
+def _is(layer: fx.Node, argument: int | None) -> bool:
+    return argument is not None and bool(layer.args[argument])
 
 
 def _in_segments(joint: Joint, layer: fx.Node, gradient: fx.Node) -> None:
     of, bounds = _LAYERS[layer.target], _bounds(layer)
-    dim = 1 if layer.args[of.layout[0]] else 0
+    dim = 1 if _is(layer, of.batch_first) else 0
     places = [k for k in of.states if layer.args[k] is not None]
     making = _Making(joint, layer, dim)
     entering: list[list[Any]] = [[layer.args[k] for k in places]]
@@ -108,7 +121,7 @@ def _in_segments(joint: Joint, layer: fx.Node, gradient: fx.Node) -> None:
             zip(places, entering[-1], strict=True))))
         entering.append(segments[-1][1:1 + len(places)])
     whole = making.joined([s[_OUTPUT] for s in segments], bounds)
-    making.replace([whole, *segments[-1][1:_RESERVE]])
+    making.replace([whole, *segments[-1][1:of.kept]])
 
     making = _Making(joint, gradient, dim)
     of_leaving = [gradient.args[k] for k in of.of_leaving[:len(places)]]
@@ -118,7 +131,7 @@ def _in_segments(joint: Joint, layer: fx.Node, gradient: fx.Node) -> None:
                                                           strict=False))):
         found.append(making.items(
             {k: making.steps(gradient.args[k], bound) for k in (0, of.of_output)}
-            | {of.output: making.steps(whole, bound), of.reserve: segment[_RESERVE]}
+            | {of.output: making.steps(whole, bound), of.reserve: segment[of.kept]}
             | dict(zip(places, states, strict=True)) | dict(zip(of.leaving, left, strict=False))
             | dict(zip(of.of_leaving, of_leaving, strict=False))))
         of_leaving = [found[-1][k] for k in from_states]

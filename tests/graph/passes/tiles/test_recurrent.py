@@ -44,19 +44,23 @@ def _like_exact(model: nn.Module, run: nn.Module, x: torch.Tensor) -> None:
         torch.testing.assert_close(p.grad.cpu().double(), q.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}],
-                         ids=["forwards", "both ways"])
-def test_segments_have_the_originals_gradients(options: Any) -> None:
+@pytest.mark.parametrize(("kind", "options"), [
+    ("LSTM", {}), ("LSTM", {"num_layers": 2, "bidirectional": True}),
+    ("GRU", {"bidirectional": True, "batch_first": True}), ("RNN", {"bias": False})])
+def test_segments_have_the_originals_gradients(kind: str, options: Any) -> None:
     torch.manual_seed(0)
-    model, x = Sequences(**options), torch.randn(131, 4, 8)
+    model, x = Sequences(kind, **options), torch.randn(131, 4, 8)
+    x = x.transpose(0, 1).contiguous() if options.get("batch_first") else x
     wrapped = rkmate.wrap(model, (x,), budget=1.0, settings=ALWAYS, progress=False)
     assert "recurrent.weight_ih_l0" in wrapped.plan.note
-    assert wrapped.source.count("recurrent_layer(") >= 4 * len(model.recurrent.all_weights)
+    operation = "recurrent_layer(" if kind == "LSTM" else "recurrent_steps("
+    assert wrapped.source.count(operation) >= 4 * len(model.recurrent.all_weights)
     _like_exact(model, wrapped, x)
 
 
-def test_a_budget_holds_the_workspace_of_a_segment() -> None:
-    model, x = Sequences(), torch.randn(259, 4, 8)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_budget_holds_the_workspace_of_a_segment(kind: str) -> None:
+    model, x = Sequences(kind), torch.randn(259, 4, 8)
     with pytest.raises(rkmate.InfeasibleBudget):
         rkmate.wrap(model, (x,), budget=0.7, settings=NEVER, progress=False)
     with pytest.warns(rkmate.RkmateWarning, match=r"recurrent.weight_ih_l0.*run in tiles.*last bits"):
