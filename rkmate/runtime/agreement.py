@@ -193,6 +193,9 @@ class Ranks:
         self._numbers = dist.get_process_group_ranks(group) if numbers is None else [*numbers]
         self._mine = dist.get_rank()
         self._store, self._seconds = meeting_place(group)
+        if dist.get_backend(group) == "fake":       # only this rank is real
+            self._numbers = [self._mine]
+            self._store = dist.HashStore()          # type: ignore[attr-defined]
         self._name = ",".join(map(str, self._numbers))
 
     @property

@@ -296,6 +296,7 @@ def _told(monkeypatch: pytest.MonkeyPatch, others: Callable[[dict[str, Any]], No
     store = _Store(others)
     monkeypatch.setattr(agreement, "meeting_place", lambda group: (store, 8.0))
     monkeypatch.setattr(agreement.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(agreement.dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep))
     ranks = Ranks(numbers=[0, 1, 2])
     return lambda: (ranks.told("one"), store.now)
