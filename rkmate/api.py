@@ -41,11 +41,12 @@ from rkmate.runtime.kept_plans import Planning
 from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import PlannedModule
 from rkmate.runtime.recorded_step import check_device
-from rkmate.runtime.sharded import is_sharded, sharded_layers
+from rkmate.runtime.sharded import sharded_layers
 from rkmate.settings import Chosen, Options, check_default_planner, check_no_settings_of_wrap, chosen
 from rkmate.show.curve import Curve
 from rkmate.show.plan import Plan
 from rkmate.support.progress import Progress
+from rkmate.torch_seam.modules import is_sharded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -192,6 +193,9 @@ class Ranks:
         self._numbers = dist.get_process_group_ranks(group) if numbers is None else [*numbers]
         self._mine = dist.get_rank()
         self._store, self._seconds = meeting_place(group)
+        if dist.get_backend(group) == "fake":       # only this rank is real
+            self._numbers = [self._mine]
+            self._store = dist.HashStore()          # type: ignore[attr-defined]
         self._name = ",".join(map(str, self._numbers))
 
     @property
@@ -322,18 +326,18 @@ class Ranks:
         keys = [f"{place}/{rank}" for rank in self._numbers]
         _meets.set()
         try:
-            self._store.set(f"{place}/{self._mine}", text)
+            self._ask(self._store.set, f"{place}/{self._mine}", text)
             missing = self._wait(keys, f"{place}/over")
             if missing:
-                self._store.set(f"{place}/over", json.dumps([self._mine, missing]))
+                self._ask(self._store.set, f"{place}/over", json.dumps([self._mine, missing]))
                 raise self._late(self._mine, missing, planning)
-            if self._store.check([f"{place}/over"]):
-                waited, missing = json.loads(self._store.get(f"{place}/over"))
+            if self._ask(self._store.check, [f"{place}/over"]):
+                waited, missing = json.loads(self._ask(self._store.get, f"{place}/over"))
                 raise RankError(
                     f"rank {self._mine} came too late to compare plans: rank {waited} has waited for "
                     f"{self._seconds:,.0f} seconds, and has raised an error"
                 ) if self._mine in missing else self._late(waited, missing, planning)
-            return [self._store.get(key).decode() for key in keys]
+            return [self._ask(self._store.get, key).decode() for key in keys]
         except dist.DistNetworkError as error:
             raise RankError(f"rank {self._mine} cannot reach the store of its process group any more: the "
                             "process that holds it (rank 0, or its launcher) has ended") from error
@@ -347,22 +351,41 @@ class Ranks:
         every, pause = min(LOOK, self._seconds / 8), 0.001
         longest = min(POLL, POLL_OF_RANK * len(keys))
         look = time.monotonic() + every
-        while not self._store.check(keys):
+        while not self._ask(self._store.check, keys):
             time.sleep(pause)
             pause, now = min(longest, 1.5 * pause), time.monotonic()
             if now < look:
                 continue
             look = now + every
             absent = [rank for rank, key in zip(self._numbers, keys, strict=True)
-                      if not self._store.check([key])]
+                      if not self._ask(self._store.check, [key])]
             for rank in absent:
-                signs = self._store.add(_signs_of(rank), 0)
+                signs = self._ask(self._store.add, _signs_of(rank), 0)
                 if rank not in seen or seen[rank][0] != signs:
                     seen[rank] = signs, now
             silent = [rank for rank in absent if now - seen[rank][1] >= self._seconds]
-            if silent or self._store.check([over]):
+            if silent or self._ask(self._store.check, [over]):
                 return silent
         return []
+
+    def _ask(self, operation: Callable[..., T], *args: Any) -> T:
+        """Return the answer of the store to one of its operations, which have no timeout of their own. Raises
+        `RankError` if it does not answer for the group's timeout."""
+        answer: futures.Future[T] = futures.Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(operation(*args))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True).start()
+        if not futures.wait((answer,), self._seconds).done:
+            raise RankError(
+                f"the store of its process group has not answered rank {self._mine} for {self._seconds:,.0f} "
+                "seconds: the process that holds it (rank 0, or its launcher) stands still. "
+                "init_process_group(timeout=...) sets the limit")
+        return answer.result()
 
     def _late(self, waited: int, missing: Sequence[int], planning: bool) -> RankError:
         if planning and missing == self._numbers[:1]:

@@ -33,6 +33,7 @@ from rkmate.stand_in import StandIn
 from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.modules import is_sharded
 from rkmate.torch_seam.trace import inside_fake_mode, inside_transform
 
 # -- Before and after the first step ---------------------------------------------------------------
@@ -269,6 +270,8 @@ class PlannedModule(StandIn):
 
     def _first_step(self, ready: Executable) -> FirstStep | None:
         """Return a measurement of a plan's first step, if it is wanted and the device can measure it."""
+        if is_sharded(self) or is_sharded(self._original):
+            self._tell_of_gathered(ready.plan)
         statistics = statistics_of(ready.compiled.device) if self._verify else None
         if statistics is None or ready.measured:
             return None
@@ -276,6 +279,19 @@ class PlannedModule(StandIn):
         before_first_step(ready.compiled.device)
         return FirstStep(statistics, ready.plan.peak_bytes, ready.plan.budget_bytes,
                          self._original.parameters())
+
+    def _tell_of_gathered(self, plan: Plan) -> None:
+        """Warn that a module that is sharded as one unit takes more than its plan knows."""
+        params = [*self._original.parameters()]
+        gathered = sum(p.nbytes for p in params)
+        taken = gathered + max(plan.peak_bytes, sum(p.nbytes for p in params if p.requires_grad))
+        if taken > plan.budget_bytes:
+            self._tell("gathered", (
+                f"{type(self._original).__name__} is sharded as one unit: its gathered parameters "
+                f"({gathered:,} bytes) and their whole gradients come on top of its plan. A step takes about "
+                f"{taken:,} bytes or more of a budget of {plan.budget_bytes:,}. Shard its layers, then the "
+                "model (fully_shard(layer), fully_shard(model)), and call rkmate.apply(model, budget=...): "
+                "such a budget is that of the step"))
 
     def _new_signature(self, key: Any, args: tuple[Any, ...],
                        kwargs: dict[str, Any]) -> Specialization | None:

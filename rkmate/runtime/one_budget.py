@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from rkmate.errors import InfeasibleBudget
+from rkmate.errors import CaptureError, InfeasibleBudget
+from rkmate.graph.capture.capture import Capture
+from rkmate.graph.ops.properties import is_random
 from rkmate.pipeline.part_plans import PartWays, more_ways
 from rkmate.pipeline.prepare import Traced
 from rkmate.planners.several_calls import Choice, Item, Moment, Way, share_out, smallest_limit
@@ -174,6 +176,39 @@ def is_same_step(one: Traced, other: Traced) -> bool:
                       [(s, n.name) for s, n in (*c.mutations, *c.grads)], bytes_made(c.graph))
                      for c in captures)
     return first == second and str(one.capture.graph) == str(other.capture.graph)
+
+
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+
+
+def refuse_what_would_run_twice(capture: Capture) -> None:
+    """Raise `CaptureError` where the beginning of a forward, which runs again in the trace of its rest, has
+    effects."""
+    if capture.mutations or capture.assigned or capture.effects or capture.recipe is not None:
+        raise CaptureError("it changes buffers or attributes, or reads values of inputs")
+
+
+def drop_beginning(capture: Capture, count: int) -> None:
+    """Drop from a graph what computes nothing of the rest of a forward: what has run before the sharded
+    modules. `count`: tensors that the last of them has returned.
+
+    Raises `CaptureError` if the rest depends on random numbers that were drawn there.
+    """
+    given = sorted((int(s.key), n) for n, s in capture.sources.items() if s.kind == "input")[-count:]
+    copies = {user for _, node in given for user in node.users}
+    earlier: list[fx.Node] = []
+    for node in capture.graph.nodes if copies else ():
+        if node in copies:
+            break
+        earlier.append(node)
+    handed = {n for n in capture.outputs if n is not None} | {n for _, n in capture.grads}
+    for node in reversed(earlier):
+        if node.op == "call_function" and not node.users and node not in handed:
+            capture.graph.erase_node(node)
+        elif node.op == "call_function" and is_random(node):
+            raise CaptureError("its rest reads random numbers that were drawn at the beginning")
+    if all(n.target in _COPIES for n in capture.graph.nodes if n.op == "call_function"):
+        raise CaptureError("nothing is computed after its last sharded module")
 
 
 def bytes_made(graph: fx.Graph) -> int:

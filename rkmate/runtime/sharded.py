@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -33,10 +32,8 @@ from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.device.protocol import MeterError
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
-from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import Structure, take_apart, take_call_apart
-from rkmate.graph.ops.properties import is_random
 from rkmate.measure.analytic import analytic_costs
 from rkmate.pipeline.part_plans import ways_of
 from rkmate.pipeline.prepare import Blocked, block, trace, with_operation_costs
@@ -51,8 +48,10 @@ from rkmate.runtime.one_budget import (
     Part,
     Rest,
     Shared,
+    drop_beginning,
     is_one_operation,
     is_unobserved,
+    refuse_what_would_run_twice,
     undisturbed,
 )
 from rkmate.runtime.sharded_step import Observed, bounds
@@ -61,7 +60,13 @@ from rkmate.runtime.step_moments import room_for
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import forward_hooks_of, forward_pre_hooks_of, own_call, submodules_of
+from rkmate.torch_seam.modules import (
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    is_sharded,
+    own_call,
+    submodules_of,
+)
 from rkmate.torch_seam.trace import several_ranks
 
 logger = logging.getLogger("rkmate")
@@ -78,12 +83,6 @@ KEPT = 64
 _SURELY = 1.1
 """The multiple of an estimated budget that the first step has to exceed for a loss to be computed in chunks
 at once: from then on, last bits differ."""
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Return whether `fully_shard` gathers its parameters in hooks around the forward."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def sharded_layers(model: nn.Module) -> list[nn.Module]:
@@ -167,6 +166,8 @@ class _Signature:
     """Whether the budget was shared out."""
     earlier: Rest | None = None
     """What earlier measurements have shown, if it was too much."""
+    taken: int = 0
+    """Bytes that the measured step has taken on this rank."""
 
 
 class Sharded(OneBudget):
@@ -185,16 +186,27 @@ class Sharded(OneBudget):
                                 "layers, which share a budget as calls of one module do: apply a budget to "
                                 "each layer, with calls=layers times calls")
         self._offload = planning.settings.offload           # of layers: the rest keeps its data
-        super().__init__(model, replace(planning, settings=replace(planning.settings, offload=None)))
+        # Measuring runs in the middle of a step: there is no room for a buffer as large as the caches.
+        measure = replace(planning.settings.measure, cold=planning.settings.measure.cold or False)
+        super().__init__(model, replace(planning, settings=replace(
+            planning.settings, offload=None, measure=measure)))
         self._weights = {layer: sum(p.nbytes for p in layer.parameters()) or 1 for layer in layers}
         self.units = [m for m in model.modules() if m is not model and is_sharded(m) and not any(
             m in above.modules() for above in model.modules()
             if above not in (m, model) and is_sharded(above))]
         """The outermost sharded modules."""
-        if (own := self._own_bytes()) > sum(p.nbytes for p in model.parameters()) // 20:
+        own, inside = self._own_bytes(), {m for unit in self.units for m in unit.modules()}
+        if own > sum(p.nbytes for p in model.parameters()) // 20:
+            large = [name for name, m in model.named_modules() if name and m not in inside
+                     and sum(p.nbytes for p in m.parameters(recurse=False)) > own // 20]
             self._too_large += (
-                f". {own:,} bytes are parameters of {{name}} itself, which are gathered for the whole step: "
-                "shard their modules by themselves (an embedding; a head together with its loss)")
+                f". {own:,} bytes are parameters of {{name}} itself ({', '.join(large) or 'its own'}), which "
+                "are gathered for the whole step: give these modules a fully_shard of their own, before that "
+                "of {name} (an embedding alone; a head together with its loss, as one module)")
+        if is_one_operation(self.units[-1]):
+            self._too_large += (
+                ". The last sharded module is one operation, so that the loss after it has no plan: shard a "
+                "head together with its loss, as one module")
         self._places = [(parent, name, unit) for parent in model.modules()
                         for name, unit in submodules_of(parent).items()
                         if unit is not None and any(unit is u for u in self.units)]
@@ -246,6 +258,9 @@ class Sharded(OneBudget):
         if is_unobserved():
             return call(*args, **kwargs)
         self._steps += 1
+        if self._steps == 1:
+            logger.warning("%s is sharded: this step plans its layers, and the next one is measured. Both "
+                           "take as little as is known before, which may be more than the budget", self._type)
         tensors, structure, constants = take_call_apart(args, kwargs)
         key = (tuple((t.shape, t.dtype, t.requires_grad) for t in tensors), structure,
                tuple(map(by_content, constants)), self._model.training)
@@ -399,8 +414,8 @@ class Sharded(OneBudget):
             refuse_what_cannot_repeat(model, args, kwargs, hooks_outside=True)
             traced = trace(model, args, kwargs, settings, Progress(planning.progress))
             if follower is self.tail:
-                _refuse_what_would_run_twice(traced.capture)
-                _drop_beginning(traced.capture, len(self._returned[-1][1]))
+                refuse_what_would_run_twice(traced.capture)
+                drop_beginning(traced.capture, len(self._returned[-1][1]))
 
             known = next((p for p in self._parts if p.note(key, traced)), None)
             if known is not None:
@@ -461,6 +476,7 @@ class Sharded(OneBudget):
         signature.rest = step.rest()
         if signature.rest is not None:
             signature.observed = [(follower, part) for follower, part, _ in step.calls]
+            signature.taken = step.peak
 
     @contextmanager
     def running(self, follower: Follower) -> Iterator[None]:
@@ -503,6 +519,7 @@ class Sharded(OneBudget):
             except InfeasibleBudget as error:
                 if ranks is None and several_ranks():   # others may wait for this rank in a collective
                     warn(f"{error}. Its steps take that")
+                    now.taken = 0
                 else:
                     refused = error
         if ranks is not None:
@@ -512,13 +529,24 @@ class Sharded(OneBudget):
             least = max((needed for needed, _ in needs), default=None)
             if needs and self._again and all(needed <= CLOSE * given for needed, given in needs):
                 self._again, self._agreed = self._again - 1, self._agreed + 1
+                self._warn_over(now, "The next step is measured, too")
                 now.rest, now.is_shared, now.earlier = None, False, now.rest
-            elif least is not None:
+                return
+            if least is not None:
                 raise refused or InfeasibleBudget(
                     f"{self._type} is sharded, and no plans of its layers on another rank "
                     f"keep to the budget: the smallest that can be met there is about {least:,} bytes", least)
         elif refused is not None:
             raise refused
+        self._warn_over(now, "From now on, steps keep to it")
+
+    def _warn_over(self, now: _Signature, then: str) -> None:
+        """Warn if the step that was measured has exceeded the budget."""
+        budget = 0 if now.rest is None else self.planning.budget.of(now.rest.plain)
+        taken, now.taken = now.taken, 0
+        if taken > budget > 0:
+            warn(f"{self._type} is sharded: the step that was measured has taken {taken:,} bytes of the "
+                 f"budget of {budget:,}. {then}")
 
     def _share(self, now: _Signature) -> None:
         """Share the budget out among the calls of a step. Raises `InfeasibleBudget`: the plans that take
@@ -569,36 +597,3 @@ class Sharded(OneBudget):
             follower.cache.planning = replace(
                 follower.cache.planning, budget=Budget(bytes=part.ways[number].saved + extra),
                 settings=replace(follower.cache.planning.settings, loss_bytes=extra))
-
-
-_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
-
-
-def _refuse_what_would_run_twice(capture: Capture) -> None:
-    """Raise `CaptureError` where the beginning of a forward, which runs again in the trace of its rest, has
-    effects."""
-    if capture.mutations or capture.assigned or capture.effects or capture.recipe is not None:
-        raise CaptureError("it changes buffers or attributes, or reads values of inputs")
-
-
-def _drop_beginning(capture: Capture, count: int) -> None:
-    """Drop from a graph what computes nothing of the rest of a forward: what has run before the sharded
-    modules. `count`: tensors that the last of them has returned.
-
-    Raises `CaptureError` if the rest depends on random numbers that were drawn there.
-    """
-    given = sorted((int(s.key), n) for n, s in capture.sources.items() if s.kind == "input")[-count:]
-    copies = {user for _, node in given for user in node.users}
-    earlier: list[fx.Node] = []
-    for node in capture.graph.nodes if copies else ():
-        if node in copies:
-            break
-        earlier.append(node)
-    handed = {n for n in capture.outputs if n is not None} | {n for _, n in capture.grads}
-    for node in reversed(earlier):
-        if node.op == "call_function" and not node.users and node not in handed:
-            capture.graph.erase_node(node)
-        elif node.op == "call_function" and is_random(node):
-            raise CaptureError("its rest reads random numbers that were drawn at the beginning")
-    if all(n.target in _COPIES for n in capture.graph.nodes if n.op == "call_function"):
-        raise CaptureError("nothing is computed after its last sharded module")

@@ -83,6 +83,11 @@ class Observed:
         self._end()
         self._session.close()
 
+    @property
+    def peak(self) -> int:
+        """Bytes of the step, at most."""
+        return max((peak for _, peak in self._meter.levels().values()), default=0)
+
     def rest(self) -> Rest | None:
         """Return what was outside of all plans; None if the backward has not come to its end."""
         if not self._waits or self._holding:

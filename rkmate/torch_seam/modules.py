@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -45,6 +46,12 @@ forward_pre_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = att
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether hooks are registered around a module's backward."""
     return any(getattr(module, name) for name in HOOK_KINDS[2:])
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` gathers a module's parameters in hooks around its forward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

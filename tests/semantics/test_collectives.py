@@ -682,6 +682,17 @@ def test_another_shape_that_communicates() -> None:
 
 
 @pytest.mark.usefixtures("one_of_two")
+def test_a_plan_for_ranks_that_are_not_there() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    settings = rkmate.Settings(costs="analytic")
+    plan = rkmate.shared_plan(model, (x,), budget=2**20, progress=False, settings=settings)
+    run = rkmate.wrap(model, (x,), plan=plan, progress=False, settings=settings)
+    run(x).sum().backward()
+    run(torch.randn(3, 4)).sum().backward()         # another shape, planned by all ranks that are there
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.usefixtures("one_of_two")
 def test_operations_of_a_joint_graph() -> None:
     _functional()
     operation = torch.ops._c10d_functional.all_reduce.default

@@ -3,6 +3,7 @@ difference is an error on each of them within the group's timeout."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -295,6 +296,7 @@ def _told(monkeypatch: pytest.MonkeyPatch, others: Callable[[dict[str, Any]], No
     store = _Store(others)
     monkeypatch.setattr(agreement, "meeting_place", lambda group: (store, 8.0))
     monkeypatch.setattr(agreement.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(agreement.dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep))
     ranks = Ranks(numbers=[0, 1, 2])
     return lambda: (ranks.told("one"), store.now)
@@ -340,6 +342,24 @@ def test_a_lost_store_is_an_error_of_ranks(monkeypatch: pytest.MonkeyPatch) -> N
 
     with pytest.raises(rkmate.RankError, match="rank 1 cannot reach the store"):
         _told(monkeypatch, others)()
+
+
+@pytest.mark.parametrize("silent", ["set", "check", "get", "add"])
+def test_a_store_that_does_not_answer_is_an_error_of_ranks(monkeypatch: pytest.MonkeyPatch,
+                                                           silent: str) -> None:
+    def others(texts: dict[str, Any]) -> None:
+        if silent != "add":
+            texts.update({"rkmate/0,1,2/1/0": "zero", "rkmate/0,1,2/1/2": "two"})
+
+    _told(monkeypatch, others)
+    over = threading.Event()
+    store = agreement.meeting_place(None)[0]
+    monkeypatch.setattr(agreement, "meeting_place", lambda group: (store, 0.1))
+    monkeypatch.setattr(store, silent, lambda *args: over.wait())
+    ranks = Ranks(numbers=[0, 1, 2])
+    with pytest.raises(rkmate.RankError, match="has not answered rank 1 for 0 seconds"):
+        ranks.told("one")
+    over.set()
 
 
 @pytest.mark.parametrize("alone", [True, False])
