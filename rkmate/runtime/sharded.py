@@ -538,7 +538,7 @@ class Sharded(OneBudget):
                     f"keep to the budget: the smallest that can be met there is about {least:,} bytes", least)
         elif refused is not None:
             raise refused
-        self._warn_over(now, "From now on, steps keep to it")
+        self._warn_over(now, "From now on, its layers have plans for that budget")
 
     def _warn_over(self, now: _Signature, then: str) -> None:
         """Warn if the step that was measured has exceeded the budget."""
