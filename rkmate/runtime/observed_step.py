@@ -86,6 +86,9 @@ class PartCall:
     was measured."""
     saved: int = 0
     """Bytes that it alone has saved."""
+    handed: dict[int, tuple[int, set[int]]] = field(default_factory=dict)
+    """Storage of a result -> its bytes, and who holds it: `REST` where something else saves it, and the calls
+    that take it as an argument and save nothing of it. Their plans hold it, to compute from it again."""
     outputs: list[tuple[Any, int] | None] = field(default_factory=list)
     """Of each output tensor, the node that it comes from, and which result of that it is; until the forward
     is over."""
@@ -114,6 +117,8 @@ class ObservedStep:
         parts held, and which."""
         self._holding: frozenset[int] | None = None
         """The calls that hold something now; None: to be found again."""
+        self._handing: frozenset[int] = frozenset()
+        """The calls whose results nothing saves, and other calls take: until their own backward."""
         self._after: tuple[int, frozenset[int]] = 0, frozenset()
         """Bytes of the rest, and the calls that hold something, when the latest outermost call returned."""
         self._noted: dict[tuple[int, frozenset[int]], int] = {}
@@ -248,7 +253,8 @@ class ObservedStep:
     def holding(self) -> frozenset[int]:
         """The numbers of the calls that hold something now."""
         if self._holding is None:
-            self._holding = frozenset(number for number, size in self._saved.items() if size and number)
+            self._holding = self._handing.union(
+                number for number, size in self._saved.items() if size and number)
         return self._holding
 
     def _end_stretch(self) -> None:
@@ -311,9 +317,15 @@ class ObservedStep:
         self._new.append(call)
         for t in tensors:
             key = key_of(t)
-            if key is not None and not self._is_known(key) and self._maker_of(key) == REST:
-                self.unsaved += t.untyped_storage().nbytes()
+            if key is None or key in self._fixed or key in self._given or key in self._held:
+                continue
+            maker, size = self._maker_of(key), t.untyped_storage().nbytes()
+            if maker == REST:
+                self.unsaved += size
                 self._given.add(key)            # once
+            elif maker != call.number:
+                self._calls[maker].handed.setdefault(key, (size, set()))[1].add(call.number)
+                self._handing, self._holding = self._handing | {maker}, None
 
     def returned(self, call: PartCall, found: Sequence[torch.Tensor | None]) -> None:
         """A part has returned these tensors; None for what is not known."""
@@ -347,6 +359,8 @@ class ObservedStep:
             if self._open and held.owner == self._open[-1].number:
                 held.call = self._open[-1]
                 held.call.saved += held.bytes
+            elif held.owner != REST:
+                self._calls[held.owner].handed.setdefault(key, (held.bytes, set()))[1].add(REST)
         held.references += 1
         return _Packed(tensor.detach(), self, key)
 
@@ -496,6 +510,8 @@ class ObservedStep:
         for taken in [p for p in self._pending if p[0] == number]:
             del self._pending[taken]
         owner = self._owner_of[number]
+        if owner in self._handing:
+            self._handing, self._holding = self._handing - {owner}, None
         sizes: dict[int, int] = {}
         waiting: dict[int, int] = {}
         for (node, _), grads in self._pending.items():

@@ -42,7 +42,7 @@ from rkmate.runtime.one_budget import (
     undisturbed,
 )
 from rkmate.runtime.part_kinds import Kind, is_worth_looking_at, kind_key, outermost, sizes_in
-from rkmate.runtime.step_moments import STEPS, SeenStep, bounds, room_for, seen
+from rkmate.runtime.step_moments import STEPS, SeenStep, bounds, kept_of, room_for, seen
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
@@ -332,10 +332,13 @@ class Parts(OneBudget):
         saved = {key: sum(k.saved for k in alike) for key, alike in self._alike.items() if alike}
         kinds = [k for k in self._kinds if k.part is not None and k.calls and k.taught
                  and (saved[k.key] >= WORTH * step.kept or k.is_checkpointed)]
-        left = step.between + sum(k.saved for k in self._kinds if k not in kinds)
+        followed = {call.number for k in kinds for _, call in k.calls}
+        others = [call for k in self._kinds if k not in kinds for _, call in k.calls]
+        left = step.between + sum(kept_of(call, followed) for call in others)
+        handed = sum(kept_of(call, followed) - kept_of(call, ()) for call in others)
         beside, alone, early = step.beside + left, step.alone + left + step.loss, step.early
         first = min((call.number for k in kinds for _, call in k.calls), default=0)
-        for call in (call for k in self._kinds if k not in kinds for _, call in k.calls):
+        for call in others:
             level = max(call.level + call.peak, call.backward) + left
             if call.number < first:
                 early = max(early, level)
@@ -352,7 +355,7 @@ class Parts(OneBudget):
             kept += round(each * calls)
             held += round((whole.saved if kind.is_checkpointed else each) * calls)
             extra = max(extra, whole.extra + kind.is_checkpointed * whole.saved)
-        most = max(step.peak + kept - sum(k.saved for k in kinds), beside + kept + extra)
+        most = max(step.peak + kept - sum(k.saved for k in kinds), beside - handed + kept + extra)
         budget = self.planning.budget.of(most)
         # Gradients of several calls are added up, and wait for the last call's.
         counts: Counter[nn.Module] = Counter()

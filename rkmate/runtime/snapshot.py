@@ -7,10 +7,9 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from inspect import unwrap
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.state import MISSING, Assigned
+from rkmate.runtime.read_names import Globals, classes_of_user, holds_numbers, members_of, read_by_forward
 from rkmate.torch_seam.compiler import TensorGuards, dict_version
 from rkmate.torch_seam.containers import attributes_in
 from rkmate.torch_seam.modules import (
@@ -173,8 +173,6 @@ _WRITTEN_BY_SAVING = {"architectures", "dtype"}
 """Attributes that `save_pretrained` of transformers writes into a configuration: they describe the file."""
 _LISTS = {"merged_adapters", "_active_adapter"}
 """Lists of names that decide what a forward computes: of peft's layers."""
-_ASKS = {"getattr", "hasattr"}
-"""Functions that ask an object for an attribute by its name."""
 HOOKS_OF_FORWARD = "the forward hooks"
 """The path of the hooks in the content of a snapshot."""
 _FOLLOWED = 16
@@ -185,18 +183,19 @@ Overrides = Mapping[tuple[int, str], Any]
 
 
 class Attribute(NamedTuple):
-    """A plain attribute of a module of the model."""
+    """A plain attribute of a module of the model, or a global variable that its forward reads."""
 
-    holder: nn.Module
+    holder: nn.Module | Globals
     name: str
     path: str
     """Path from the model on, for messages."""
 
 
 class Box(NamedTuple):
-    """A list or dictionary with tensors among its members, or one of `_LISTS`, held by a module."""
+    """A list or dictionary, held by a module, an object of a module or a global variable: with tensors among
+    its members, with numbers that the forward may read, or one of `_LISTS`."""
 
-    holder: nn.Module
+    holder: Any
     name: str
     path: str
     first: Sequence[Any] | None = None
@@ -208,7 +207,7 @@ class Box(NamedTuple):
 
     def members(self) -> Sequence[Any]:
         """The members, including keys: the current ones, if they are compared."""
-        return _members(self.held()) if self.first is None else self.first
+        return members_of(self.held()) if self.first is None else self.first
 
 
 @dataclass(frozen=True)
@@ -235,56 +234,45 @@ class Attributes:
 
 def attributes_of(model: nn.Module) -> Attributes:
     """Return the attributes that exist now, `forward`, and those that an object may get later: for which a
-    class has a plain value, or that its forward asks for (`getattr` with a default, `hasattr`). Others that a
-    library's forward adds later do not belong to a plan."""
+    class has a plain value, or that its forward asks for (`getattr` with a default, `hasattr`); and the
+    global variables that the forward reads. Others that a library's forward adds later do not belong to a
+    plan."""
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
-    later = {kind: dict.fromkeys((*_defaults(kind), *_asked_for(kind)))
-             for kind in set(map(type, model.modules()))}
+    reads = {kind: read_by_forward(kind) for kind in dict.fromkeys(map(type, model.modules()))}
+    names = frozenset().union(*(read.names for read in reads.values()))
+    later = {kind: dict.fromkeys((*_defaults(kind), *(k for k in read.asked if k not in _SKIPPED)))
+             for kind, read in reads.items()}
     plain: list[Attribute] = []
     boxes: list[Box] = []
     for path, m in model.named_modules():
         prefix = f"{path}." if path else ""
         # Computed by a hook before each forward, which is part of the plan.
         made = {weight_made_by(h) for h in forward_pre_hooks_of(m).values()}
-        names = [k for k, v in m.__dict__.items()
+        there = [k for k, v in m.__dict__.items()
                  if k not in _SKIPPED and k not in made and not isinstance(v, _OPEN)]
-        plain += [Attribute(m, k, prefix + k) for k in dict.fromkeys(("forward", *names, *later[type(m)]))]
+        plain += [Attribute(m, k, prefix + k) for k in dict.fromkeys(("forward", *there, *later[type(m)]))]
         boxes += [Box(m, k, prefix + k) for k, v in m.__dict__.items()
                   if k not in (PARAMETERS, BUFFERS)
-                  and (k in _LISTS or any(isinstance(t, torch.Tensor) and id(t) not in own
-                                          for t in _members(v)))]
+                  and (k in _LISTS or (k in names and holds_numbers(v)) or any(
+                      isinstance(t, torch.Tensor) and id(t) not in own for t in members_of(v)))]
+        boxes += [Box(held, k, f"{prefix}{name}.{k}") for name, held in m.__dict__.items()
+                  if _has_attributes(held) for k, v in held.__dict__.items()
+                  if k in names and holds_numbers(v)]
+    held = {id(variables): Globals(variables) for read in reads.values()
+            for variables, _ in read.variables.values()}
+    for number, name in dict.fromkeys(key for read in reads.values() for key in read.variables):
+        path = f"the global variable {name}"
+        if isinstance(vars(held[number])[name], (dict, list)):
+            boxes.append(Box(held[number], name, path))
+        else:
+            plain.append(Attribute(held[number], name, path))
     return Attributes(tuple(plain), tuple(boxes))
 
 
 def _defaults(kind: type) -> list[str]:
     """Return the names for which a class of the user has a plain value."""
-    return sorted({k for c in _classes_of_user(kind) for k, v in vars(c).items()
+    return sorted({k for c in classes_of_user(kind) for k, v in vars(c).items()
                    if isinstance(v, SCALARS) and not k.startswith("__") and k not in _SKIPPED})
-
-
-def _asked_for(kind: type) -> list[str]:
-    """Return the names that a forward of the user, and the methods that it calls, may ask an object for."""
-    members = [vars(c) for c in _classes_of_user(kind)]
-    todo, seen = ["forward"], {"forward"}
-    found: set[str] = set()
-    while todo:
-        name = todo.pop()
-        code: list[Any] = [getattr(unwrap(getattr(d[name], "fget", d[name])), "__code__", None)
-                           for d in members if name in d]
-        while code:
-            c = code.pop()
-            if c is None:
-                continue
-            code += [k for k in c.co_consts if isinstance(k, CodeType)]
-            if not _ASKS.isdisjoint(c.co_names):
-                found.update(k for k in c.co_consts if isinstance(k, str) and k.isidentifier())
-            todo += [k for k in c.co_names if k not in seen]
-            seen.update(c.co_names)
-    return sorted(k for k in found if not k.startswith("__") and k not in _SKIPPED)
-
-
-def _classes_of_user(kind: type) -> list[type]:
-    return [c for c in kind.__mro__ if not c.__module__.startswith(("torch.", "builtins"))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -382,17 +370,11 @@ def _leaves(content: dict[str, Any], overrides: Overrides) -> Iterator[tuple[str
             yield k, v
 
 
-def _members(value: Any) -> Sequence[Any]:
-    if isinstance(value, dict):
-        return (*value, *value.values())
-    return value if isinstance(value, list) else ()
-
-
-def _is_own(forward: Any, m: nn.Module) -> bool:
+def _is_own(forward: Any, m: Any) -> bool:
     """Return whether it is the class's forward, which libraries leave in a module after a wrapper of
     theirs."""
     return isinstance(forward, MethodType) and forward.__self__ is m \
-        and forward.__func__ is type(m).forward
+        and forward.__func__ is getattr(type(m), "forward", None)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -439,8 +421,8 @@ _COUNTED = dict_version is not None and counts_assignments()
 class Walk:
     """The objects that a walk over a module has passed."""
 
-    __slots__ = ("_around", "_attributes", "_dicts", "_empty", "_filled", "_forms", "_forwards", "_kinds",
-                 "_modules", "_objects", "_quick", "_snapshot", "_tensors", "_types", "_versions")
+    __slots__ = ("_around", "_attributes", "_dicts", "_empty", "_filled", "_forms", "_forwards", "_globals",
+                 "_kinds", "_modules", "_objects", "_quick", "_snapshot", "_tensors", "_types", "_versions")
 
     def __init__(self, modules: Sequence[nn.Module], attributes: Snapshot) -> None:
         """`modules`: the module and all modules in it. `attributes`: their current attributes."""
@@ -449,12 +431,16 @@ class Walk:
         self._kinds = [*dict.fromkeys(self._types)]
         self._dicts = [*map(_content, modules)]
         inside = [d[name] for d in self._dicts for name in (*HOOK_KINDS, *_TENSORS, SUBMODULES)]
-        every = {id(d): d for d in (*self._dicts, *inside, *attributes.dicts)}.values()
+        globals_ = {id(vars(a.holder)) for a in attributes.attributes.plain if isinstance(a.holder, Globals)}
+        counted = [d for d in attributes.dicts if id(d) not in globals_]    # a script assigns others
+        self._globals = [(d, k, v) for d, k, v in zip(
+            attributes.dicts, attributes.keys, attributes.values, strict=True) if id(d) in globals_]
+        every = {id(d): d for d in (*self._dicts, *inside, *counted)}.values()
         self._empty = [d for d in every if not d]
         self._filled = [d for d in every if d]
         self._tensors = [d[name].values() for d in self._dicts for name in _TENSORS if d[name]]
         self._versions = [*map(dict_version, self._filled)]
-        objects = {id(d): d for d in (*self._dicts, *attributes.dicts)}
+        objects = {id(d): d for d in (*self._dicts, *counted)}
         self._objects = [] if _COUNTED else [*objects.values()]
         self._attributes = _content_of(self._objects)
         self._around = _around()
@@ -471,7 +457,7 @@ class Walk:
             and not any(self._empty) and [*map(dict_version, self._filled)] == self._versions \
             and identical(_content_of(self._objects), self._attributes) \
             and identical(_around(), self._around) and identical(forwards(self._kinds), self._forwards) \
-            and self._has_its_forms() \
+            and self._has_its_forms() and all(d.get(k, MISSING) is v for d, k, v in self._globals) \
             and (not boxes or identical(self._snapshot.attributes.in_boxes(), self._snapshot.members))
 
     def _has_its_forms(self) -> bool:

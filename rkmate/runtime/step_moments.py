@@ -7,13 +7,13 @@ yet, or not any more. So a large first layer may take much while it runs, and sm
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from rkmate.planners.several_calls import Moment, Way
-from rkmate.runtime.observed_step import ObservedStep, PartCall
+from rkmate.runtime.observed_step import REST, ObservedStep, PartCall
 from rkmate.runtime.part_kinds import Kind
 
 STEPS = 4
@@ -34,6 +34,15 @@ def seen(step: ObservedStep, kinds: Sequence[Kind]) -> SeenStep:
     """Return what is kept of a step. `kinds`: those that were called in it."""
     return SeenStep(step.moments, step.between, {
         call.number: (kind, module, call) for kind in kinds for module, call in kind.calls})
+
+
+def kept_of(call: PartCall, followed: Container[int]) -> int:
+    """Return the bytes that a call without a plan keeps, with its results that others hold.
+
+    `followed`: the numbers of the calls with plans, which hold their arguments.
+    """
+    return call.saved + sum(size for size, holders in call.handed.values()
+                            if any(holder == REST or holder in followed for holder in holders))
 
 
 def bounds(steps: Sequence[SeenStep], places: Sequence[tuple[Kind, nn.Module, int]], waiting: int
@@ -57,11 +66,13 @@ def bounds(steps: Sequence[SeenStep], places: Sequence[tuple[Kind, nn.Module, in
         item_of = {number: number_of.get((id(kind), id(module)))
                    for number, (kind, module, _) in step.calls.items()}
         called = set(item_of.values())
+        followed = {number for number, item in item_of.items() if item is not None}
         absent = Counter({n: calls for n, (*_, calls) in enumerate(places) if n not in called})
         most = 0
         for (running, held), level in step.moments.items():
             here, own = absent.copy(), item_of.get(running)
-            outside = sum(step.calls[c][2].saved for c in held if c in item_of and item_of[c] is None)
+            outside = sum(kept_of(step.calls[c][2], followed) for c in held
+                          if c in item_of and item_of[c] is None)
             for c in held | {running}:
                 n = item_of.get(c)
                 if n is not None:

@@ -243,6 +243,35 @@ class Mixed(Stack):
         return super().forward(torch.sparse.mm(self.mix, x), y)
 
 
+class Scaled(nn.Module):
+    """Brings rows to one length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6) * self.weight
+
+
+class Frozen(Stack):
+    """Frozen layers, which save no input: plans hold theirs, which other modules have made."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Sequential(nn.Linear(32, 160), nn.GELU(), nn.Linear(160, 32)) for _ in range(4)])
+        self.norms = nn.ModuleList(Scaled() for _ in range(4))
+        self.layers.requires_grad_(False)
+        self.norms.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+            if x.abs().amax() > 1e9:
+                x = x.clamp(-1, 1)
+        return F.cross_entropy(self.head(x), y)
+
+
 def plainly(model: nn.Module) -> torch.Tensor:
     loss: torch.Tensor = model(X, Y)
     return loss
@@ -557,6 +586,19 @@ def test_a_budget_that_the_rest_exceeds_names_the_smallest_one() -> None:
     for seed in range(3):
         train(model, plainly, seed)
     assert planned_parts(model)
+
+
+def test_plans_of_frozen_parts_hold_inputs_that_other_modules_have_made() -> None:
+    model = Frozen()
+    plain = copy.deepcopy(model)
+    whole = peak(copy.deepcopy(model), plainly, 0)
+    with pytest.raises(rkmate.InfeasibleBudget) as error:
+        same_steps(plain, applied(copy.deepcopy(model), int(0.6 * whole)), plainly)
+    least = error.value.minimum_bytes
+    assert least < 0.7 * whole
+    applied(model, least)
+    same_steps(plain, model, plainly)
+    assert 0.99 * least <= peak(model, plainly, 0) <= least
 
 
 def test_what_the_rest_takes_in_its_backward_is_measured() -> None:

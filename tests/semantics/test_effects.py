@@ -158,6 +158,31 @@ def test_a_counter_that_decides_is_refused() -> None:
         planned(Decides(), torch.randn(2, 4))
 
 
+class Counts(nn.Module):
+    """Counts its calls in a dictionary, or keeps a list of numbers."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 4), {"calls": 0} if way == "dictionary" else [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.seen, dict):
+            self.seen["calls"] += 1
+        else:
+            self.seen.append(len(self.seen))
+        y: torch.Tensor = self.layer(x)
+        return y
+
+
+@pytest.mark.parametrize("way", ["dictionary", "list"])
+def test_numbers_that_a_forward_counts_in_a_container_are_refused(way: str) -> None:
+    model = Counts(way)
+    before = copy.copy(model.seen)
+    with pytest.raises(rkmate.CaptureError, match="changes the numbers in seen"):
+        planned(model, torch.randn(2, 4))
+    assert model.seen == before
+
+
 COUNTED: list[Any] = []
 """The model whose calls `CountedGradient` reads."""
 

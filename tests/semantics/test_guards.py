@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import pickle
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -263,6 +264,50 @@ def test_other_tensors_in_a_list(make: Callable[[list[torch.Tensor]], Any]) -> N
     _agree(model, module, x, plans=2)
     model[0].scale = make([second, first])
     _agree(model, module, x, plans=3)
+
+
+FACTOR, FACTORS, CHOSEN = 1.0, {"of": [1.0]}, Namespace(factor=1.0)
+
+
+def _factor() -> Any:
+    return FACTOR * FACTORS["of"][0] * CHOSEN.factor                                # type: ignore[index]
+
+
+class Multiplying(nn.Linear):
+    """Reads numbers from everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.numbers, self.inner, self.config = [1.0, 2.0], {"a": {"b": 1.0}}, SimpleNamespace(of={"a": 1.0})
+        self.unread = [0.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        by = self.numbers[0] * self.inner["a"]["b"] * self.config.of["a"] * _factor()
+        return super().forward(x) * by
+
+
+WAYS: dict[str, Callable[[Any, float], object]] = {
+    "list": lambda m, n: m.numbers.__setitem__(0, n),
+    "nested dictionary": lambda m, n: m.inner["a"].update(b=n),
+    "in an object": lambda m, n: m.config.of.update(a=n),
+    "global variable": lambda m, n: globals().update(FACTOR=n),
+    "global dictionary": lambda m, n: FACTORS["of"].__setitem__(0, n),              # type: ignore[index]
+    "global object": lambda m, n: setattr(CHOSEN, "factor", n),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers_that_a_forward_reads_are_compared(way: str) -> None:
+    model, x = Multiplying(), torch.randn(4, 8)
+    module = planned(model, x)
+    try:
+        for number, plans in ((1.5, 2), (1.0, 2), (1.5, 2)):
+            WAYS[way](model, number)
+            model.unread.append(number)             # history that callbacks write, say
+            globals()["STEP"] = number
+            _agree(model, module, x, plans=plans)
+    finally:
+        WAYS[way](model, 1.0)
 
 
 def test_a_layers_own_list_of_its_parameters() -> None:

@@ -59,14 +59,22 @@ class Assigned:
 
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, deque)
+_NUMBERS = (int, float, complex)
 _LARGE = 1000
 """Members of a list or dictionary from which on nothing is looked for inside of them."""
 
 
 def filled(path: str, place: tuple[int, str], held: Any, old: Any) -> Filled | None:
-    """Return what a forward has put into a list or dictionary; None if there are no other tensors in it."""
+    """Return what a forward has put into a list or dictionary; None if there are no other tensors in it.
+
+    Raises:
+        CaptureError: it counts numbers there, which would be the same ones in each planned step.
+    """
     if _same_members(held, old):
         return None
+    if _counts(held, old):
+        raise CaptureError(f"the forward changes the numbers in {path}, which a planned step would not do "
+                           "again: keep such state in a buffer (register_buffer), or pass it as an argument")
     if isinstance(held, deque):
         if any(_holds_traced(v) for v in held):
             raise CaptureError(f"the forward puts tensors into the deque {path}, which a planned step would "
@@ -74,6 +82,18 @@ def filled(path: str, place: tuple[int, str], held: Any, old: Any) -> Filled | N
         return None
     found = Filled(path, place, held, old, held.copy())
     return found if tensors_in(found.changes()) else None
+
+
+def _counts(held: Any, old: Any) -> bool:
+    """Return whether numbers in a list or dictionary are others, or more of them follow."""
+    if isinstance(held, dict):
+        pairs = [(v, held.get(k)) for k, v in old.items()]
+    else:
+        pairs = [*zip(old, held, strict=False)]
+        if len(held) > len(old) and isinstance(held[-1], _NUMBERS) and any(
+                isinstance(v, _NUMBERS) for v in old):
+            return True
+    return any(isinstance(was, _NUMBERS) and isinstance(now, _NUMBERS) and now != was for was, now in pairs)
 
 
 @dataclass(frozen=True)
