@@ -243,7 +243,13 @@ class PythonState:
         self.restore_members()
 
     def restore_members(self) -> None:
-        """Put the members of lists and dictionaries back alone."""
+        """Put lists and dictionaries back alone, and their members: an export that has failed leaves copies of
+        them."""
+        for _, holder, attributes in self._holders:
+            now = holder.__dict__
+            for k, v in attributes.items():
+                if id(v) in self._containers and now.get(k, MISSING) is not v:
+                    now[k] = v
         for _, _, held, members in self._containers.values():
             if not _same_members(held, members):
                 _set(held, members)
