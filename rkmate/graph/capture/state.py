@@ -243,8 +243,8 @@ class PythonState:
         self.restore_members()
 
     def restore_members(self) -> None:
-        """Put lists and dictionaries back alone, and their members: an export that has failed leaves copies of
-        them."""
+        """Put lists and dictionaries back alone, and their members: an export that has failed leaves copies
+        of them."""
         for _, holder, attributes in self._holders:
             now = holder.__dict__
             for k, v in attributes.items():
