@@ -9,10 +9,11 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,9 +73,9 @@ def pytest_collection() -> Iterator[None]:
 # -- How long each test takes ----------------------------------------------------------------------
 
 DURATIONS = Path(__file__).with_name("durations.json")
-"""Processor seconds of the tests that take longest: written by `make durations`."""
+"""Seconds of the tests that take longest, with their set-up, on a quiet machine: from `make durations`."""
 LEAST_RECORDED, LONG = 1.0, 1.2
-"""Processor seconds from which a test stands in the record, and from which it is `long`."""
+"""Seconds from which a test stands in the record, and from which it is `long`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,25 +83,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", metavar="FOLDER")
 
 
-def _processor_seconds() -> float:
-    taken = os.times()
-    return taken.user + taken.system + taken.children_user + taken.children_system
-
-
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Record what a test takes, with its set-up, if that is asked for."""
-    folder, begun = item.config.getoption("record_durations"), _processor_seconds()
+    folder, begun = item.config.getoption("record_durations"), time.perf_counter()
     yield
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with Path(folder, f"{os.getpid()}.jsonl").open("a") as file:
-            print(json.dumps([_name(item), _processor_seconds() - begun]), file=file)
+            print(json.dumps([_name(item), time.perf_counter() - begun]), file=file)
+
+
+def _group(item: pytest.Item) -> str:
+    """Return the group of a test, whose tests share what is set up for them; empty for none."""
+    marker = item.get_closest_marker("xdist_group")
+    return "" if marker is None else str(marker.args[0] if marker.args else marker.kwargs["name"])
 
 
 def _name(item: pytest.Item) -> str:
     """Return a test's name, without the group that pytest-xdist puts behind it."""
-    return item.nodeid.rsplit("@", 1)[0] if item.get_closest_marker("xdist_group") else item.nodeid
+    return item.nodeid.removesuffix(f"@{_group(item)}")
 
 
 def write_durations(folder: Path) -> None:
@@ -112,14 +114,16 @@ def write_durations(folder: Path) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that take long; their files begin first, so that no process waits for another at the
-    end. Tests marked `gpu` are skipped where there is none."""
-    recorded = json.loads(DURATIONS.read_text())
-    seconds = {item: recorded.get(_name(item), 0.0) for item in items}
-    longest = {path: max(seconds[i] for i in of) for path, of in groupby(items, lambda item: item.path)}
+    """Mark the tests that take long, and those that share their set-up; their files begin first, so that no
+    process waits for another at the end. Tests marked `gpu` are skipped where there is none."""
+    seconds = json.loads(DURATIONS.read_text())
+    longest: dict[Any, float] = {}
+    for item in items:
+        for key in (item.path, (item.path, _group(item) or item)):
+            longest[key] = max(longest.get(key, 0.0), seconds.get(_name(item), 0.0))
     items.sort(key=lambda item: -longest[item.path])
     for item in items:
-        if seconds[item] >= LONG:
+        if longest[item.path, _group(item) or item] >= LONG:
             item.add_marker("long")
         if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
