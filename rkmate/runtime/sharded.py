@@ -203,7 +203,7 @@ class Sharded(OneBudget):
                 f". {own:,} bytes are parameters of {{name}} itself ({', '.join(large) or 'its own'}), which "
                 "are gathered for the whole step: give these modules a fully_shard of their own, before that "
                 "of {name} (an embedding alone; a head together with its loss, as one module)")
-        if is_one_operation(self.units[-1]):
+        if self.units and is_one_operation(self.units[-1]):
             self._too_large += (
                 ". The last sharded module is one operation, so that the loss after it has no plan: shard a "
                 "head together with its loss, as one module")
