@@ -109,16 +109,11 @@ def test_a_layer_has_second_derivatives(op: Any, layer: nn.RNNBase) -> None:
         torch.testing.assert_close(a, b)
 
 
-class _Squares(nn.Module):
+class _Squares(_Layer):
     """The mean of a layer's squared outputs."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.layer(x)[0]
-        return outputs.square().mean()
+        return super().forward(x).square().mean()
 
 
 @pytest.mark.parametrize(("kind", "batch_first"), [("GRU", True), ("GRU", False), ("RNN", True)])
