@@ -148,7 +148,7 @@ class InARow:
         self._first: list[tuple[int | None, Callable[[], bool]]] = []
         """Storages of the first call's inputs, and whether each still lives."""
         self._new: dict[int, Callable[[], bool]] = {}
-        """Those of them in whose places the latest call has nothing that was there when the step began."""
+        """Those inputs of the first call for which the latest call has tensors of this step."""
 
     def begin_call(self, signature: Hashable, planned: int, inputs: Sequence[torch.Tensor],
                    device: torch.device) -> None:

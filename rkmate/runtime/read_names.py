@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import nn
 
-NUMBERS = (int, float, complex, str)
+from rkmate.graph.capture.state import NUMBERS
+
+_COMPARED = (*NUMBERS, str)
 """Types of the global variables that are compared."""
 HOLDERS = (Namespace, SimpleNamespace)
 """Types of global objects whose attributes are compared, next to data classes."""
@@ -82,10 +84,10 @@ def _note_variables(found: Read, variables: dict[str, Any], names: Iterable[str]
             functions.append(unwrap(value))
         elif isinstance(value, ModuleType) and not _is_of_torch(value.__name__):
             for inner in names:
-                if isinstance(vars(value).get(inner), NUMBERS):
+                if isinstance(vars(value).get(inner), _COMPARED):
                     found.variables[id(vars(value)), inner] = vars(value), inner
         elif not name.startswith("__") and (
-                isinstance(value, (*NUMBERS, *HOLDERS)) or holds_numbers(value)
+                isinstance(value, (*_COMPARED, *HOLDERS)) or holds_numbers(value)
                 or (is_dataclass(value) and not isinstance(value, type))):
             found.variables[id(variables), name] = variables, name
     return functions
@@ -116,4 +118,4 @@ def holds_numbers(value: Any) -> bool:
     if not isinstance(value, (dict, list)) or isinstance(value, nn.Module) or len(value) > _MOST:
         return False
     members = value.values() if isinstance(value, dict) else value
-    return any(isinstance(m, (int, float, complex)) or holds_numbers(m) for m in members)
+    return any(isinstance(m, NUMBERS) or holds_numbers(m) for m in members)

@@ -59,7 +59,8 @@ class Assigned:
 
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, deque)
-_NUMBERS = (int, float, complex)
+NUMBERS = (int, float, complex)
+"""Types of the numbers that are looked at in lists and dictionaries."""
 _LARGE = 1000
 """Members of a list or dictionary from which on nothing is looked for inside of them."""
 
@@ -90,10 +91,10 @@ def _counts(held: Any, old: Any) -> bool:
         pairs = [(v, held.get(k)) for k, v in old.items()]
     else:
         pairs = [*zip(old, held, strict=False)]
-        if len(held) > len(old) and isinstance(held[-1], _NUMBERS) and any(
-                isinstance(v, _NUMBERS) for v in old):
+        if len(held) > len(old) and isinstance(held[-1], NUMBERS) and any(
+                isinstance(v, NUMBERS) for v in old):
             return True
-    return any(isinstance(was, _NUMBERS) and isinstance(now, _NUMBERS) and now != was for was, now in pairs)
+    return any(isinstance(was, NUMBERS) and isinstance(now, NUMBERS) and now != was for was, now in pairs)
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,8 @@ def _as_a_graph(layer: Sequence[Any], grad_output: Any, grad_hidden: Any, revers
 
 def _step_bytes(inputs: Sequence[torch.Tensor]) -> int:
     """Return the bytes of what the input contributes to a step."""
-    x, _, _, w = inputs[:4]
-    return x.shape[1] * w.shape[0] * x.element_size()
+    x, w_in = inputs[0], inputs[2]
+    return x.shape[1] * w_in.shape[0] * x.element_size()
 
 
 def _temporaries(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
@@ -190,7 +190,7 @@ def _temporaries(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 
 def _temporaries_backward(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
     x, step = inputs[0], _step_bytes(inputs)
-    return (len(x) + 6) * step + inputs[1].nbytes + inputs[3].nbytes + (
+    return (len(x) + 6) * step + inputs[1].nbytes + outputs[3].nbytes + (
         0 if x.is_contiguous() else x.nbytes)
 
 

@@ -94,6 +94,15 @@ def test_a_layer_is_one_operation(kind: str, options: dict[str, Any], dtype: tor
     assert all(map(torch.equal, *found))
 
 
+def test_a_weight_with_two_places() -> None:
+    model = _Layer(nn.GRU(6, 6))
+    model.layer.weight_hh_l0 = model.layer.weight_ih_l0
+    x, found = torch.randn(5, 4, 6), []
+    for run in (model, planned(model, x)):
+        found.append(torch.autograd.grad(run(x).sin().sum(), [*model.parameters()]))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize(("op", "layer"), [
     (torch.ops.aten.gru.input, nn.GRU(6, 9, bidirectional=True)),
     (torch.ops.aten.rnn_tanh.input, nn.RNN(6, 9))], ids=["GRU", "RNN"])
