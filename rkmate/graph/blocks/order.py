@@ -68,7 +68,7 @@ def _shared_gradients(parts: Partition) -> list[list[int]]:
             place = program.storage[node]
             if isinstance(place, Source) and place.kind == "grad":
                 made.setdefault(place, []).append(i)
-    return [sorted(nodes) for nodes in made.values() if len(nodes) > 1]
+    return [sorted(set(nodes)) for nodes in made.values()]
 
 
 def _collectives(parts: Partition) -> list[int]:

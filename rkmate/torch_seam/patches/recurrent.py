@@ -197,10 +197,12 @@ def _fused(op: Any, x: torch.Tensor, hidden: list[torch.Tensor], weights: list[t
 
 
 def _is_stepwise(x: torch.Tensor, states: list[torch.Tensor], params: list[torch.Tensor]) -> bool:
-    """Return whether a layer can be written as `recurrent_steps`. Autocast casts inside of each step. A
-    weight with two places has the sum of two gradients of one operation, which schedules do not know."""
-    tied = len({id(t) for t in params}) < len(params)
-    return not tied and not torch.is_autocast_enabled(devices.of(x).autocast_kind) and all(
+    """Return whether a layer can be written as `recurrent_steps`. Autocast casts inside of each step. Where
+    layers or directions share a weight, autograd adds the parts of all steps to one sum."""
+    each = len(params) // states[0].shape[0]
+    own = [{id(t) for t in params[k:k + each]} for k in range(0, len(params), each)]
+    shared = sum(map(len, own)) > len(set().union(*own))
+    return not shared and not torch.is_autocast_enabled(devices.of(x).autocast_kind) and all(
         devices.of(t).cpu_kernels and t.numel() > 0 and t.dtype is x.dtype for t in (x, *states, *params))
 
 

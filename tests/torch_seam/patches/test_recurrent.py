@@ -94,9 +94,11 @@ def test_a_layer_is_one_operation(kind: str, options: dict[str, Any], dtype: tor
     assert all(map(torch.equal, *found))
 
 
-def test_a_weight_with_two_places() -> None:
-    model = _Layer(nn.GRU(6, 6))
-    model.layer.weight_hh_l0 = model.layer.weight_ih_l0
+@pytest.mark.parametrize(("kind", "place"), [
+    (nn.GRU, "weight_ih_l0"), (nn.LSTM, "weight_ih_l0"), (nn.GRU, "weight_hh_l0_reverse")])
+def test_a_weight_with_two_places(kind: type[nn.RNNBase], place: str) -> None:
+    model = _Layer(kind(6, 6, bidirectional="reverse" in place))
+    model.layer.weight_hh_l0 = getattr(model.layer, place)
     x, found = torch.randn(5, 4, 6), []
     for run in (model, planned(model, x)):
         found.append(torch.autograd.grad(run(x).sin().sum(), [*model.parameters()]))
