@@ -22,6 +22,7 @@ from rkmate.runtime.snapshot import (
     Same,
     Snapshot,
     Walk,
+    Written,
     attributes_of,
     before,
     by_content,
@@ -108,8 +109,14 @@ class ModuleReader:
         means the same plan as the state before. What each planned forward assigns is not compared."""
         effects = captured.effects
         if effects.attributes or effects.collected:
+            held = [c.filled for c in effects.collected]
+            whole = {f.place for f in held if f.replaced() is None}
+            written: dict[tuple[int, str], dict[int, Any]] = {}
+            for f in held:
+                if f.place not in whole:
+                    written.setdefault(f.place, {})[id(f.held)] = f.replaced()
             self._attributes.leave_out({**{w.place: w.assigned.old for w in effects.attributes},
-                                        **{c.filled.place: c.filled.held for c in effects.collected}})
+                                        **{f.place: f.held for f in held}}, written)
             self._walk = None
         if captured.assigned:
             self._attributes.follow(captured.assigned)
@@ -201,10 +208,11 @@ class _AttributeReader:
             self._take(snapshot(self.latest.attributes, hooks))
         return self.means
 
-    def leave_out(self, old: Overrides) -> None:
-        """Attributes that are not compared; a key has the values that they had first."""
+    def leave_out(self, old: Overrides, written: Mapping[tuple[int, str], Written]) -> None:
+        """Attributes that are not compared; a key has the values that they had first. `written`: of lists
+        and dictionaries among them, only these members."""
         attributes = self.latest.attributes
-        self._take(snapshot(attributes.without(old), self.latest.hooks))
+        self._take(snapshot(attributes.without(old, written), self.latest.hooks))
 
     def follow(self, assigned: Sequence[Assigned]) -> None:
         """Note that the current values mean the same as those before the assignments."""

@@ -552,7 +552,7 @@ class Parts(OneBudget):
     def _tell_beginning(self, module: nn.Module | None) -> None:
         if module is None and self._error is not None:
             logger.warning("%s. It is planned by parts: the first step runs as it is, and is measured",
-                           self._error)
+                           str(self._error).rstrip("."))
         elif module is not None and "method" not in self._told:
             self._told.add("method")
             logger.warning("%s of %s is called from elsewhere than the module's forward: what can be planned "

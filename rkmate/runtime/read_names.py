@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from inspect import unwrap
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from rkmate.graph.capture.state import NUMBERS
+from rkmate.graph.capture.state import MISSING, NUMBERS
 
 _COMPARED = (*NUMBERS, str)
 """Types of the global variables that are compared."""
@@ -102,14 +102,21 @@ def _is_of_torch(module: str | None) -> bool:
     return module is None or module == "torch" or module.startswith("torch.")
 
 
-def members_of(value: Any, depth: int = _DEEP) -> list[Any]:
-    """Return the members of a list or dictionary, keys included, and of those in it."""
+def members_of(value: Any, depth: int = _DEEP, written: Mapping[int, Mapping[Any, Any]] | None = None
+               ) -> list[Any]:
+    """Return the members of a list or dictionary, keys included, and of those in it. `written`: by the id of
+    such a list or dictionary, the members to return instead of those at some keys or places."""
     found: list[Any] = []
+    instead = (written or {}).get(id(value))
     if isinstance(value, dict):
+        value = value if instead is None else {
+            k: v for k, v in {**value, **instead}.items() if v is not MISSING}
         value = *value, *value.values()
+    elif instead is not None:
+        value = [instead.get(k, v) for k, v in enumerate(value)]
     for member in value if isinstance(value, (list, tuple)) else ():
         inside = isinstance(member, (dict, list)) and depth > 1
-        found += members_of(member, depth - 1) if inside else [member]
+        found += members_of(member, depth - 1, written) if inside else [member]
     return found
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -178,6 +178,8 @@ HOOKS_OF_FORWARD = "the forward hooks"
 _FOLLOWED = 16
 """States that are known to mean no other plan."""
 
+Written = Mapping[int, Mapping[Any, Any]]
+"""The id of a list or dictionary -> key or place of a member -> what stood there."""
 Overrides = Mapping[tuple[int, str], Any]
 """Values to take for those in objects that modules hold: (id of the object's dictionary, name) -> value."""
 
@@ -199,7 +201,9 @@ class Box(NamedTuple):
     name: str
     path: str
     first: Sequence[Any] | None = None
-    """The members that it had first, if each planned forward changes them: a key has these."""
+    """The members that it had first, if each planned forward changes all of them: a key has these."""
+    written: Written = MappingProxyType({})
+    """The members that each planned forward changes, as they were first: a key has these."""
 
     def held(self) -> Any:
         """The list or dictionary."""
@@ -207,7 +211,7 @@ class Box(NamedTuple):
 
     def members(self) -> Sequence[Any]:
         """The members, including keys: the current ones, if they are compared."""
-        return members_of(self.held()) if self.first is None else self.first
+        return members_of(self.held(), written=self.written) if self.first is None else self.first
 
 
 @dataclass(frozen=True)
@@ -223,13 +227,24 @@ class Attributes:
         """Return the members of all boxes now."""
         return [t for box in self.boxes if box.first is None for t in box.members()]
 
-    def without(self, old: Overrides) -> Attributes:
-        """The attributes with some left out."""
+    def without(self, old: Overrides, written: Mapping[tuple[int, str], Written]) -> Attributes:
+        """The attributes with some left out. `written`: of lists and dictionaries, only these members."""
         left_out = {**old, **self.left_out}
+
+        def box(b: Box, places: Sequence[tuple[int, str]]) -> Box:
+            if not all(place in written for place in places):
+                return b._replace(first=tuple(b.members()))
+            more = {k: v for place in places for k, v in written[place].items()}
+            return b._replace(written={k: {**more.get(k, {}), **b.written.get(k, {})}
+                                       for k in (*more, *b.written)})
+
         # Several modules may hold one list.
-        lists = {id(b.held()) for b in self.boxes if (id(b.holder.__dict__), b.name) in left_out}
+        lists: dict[int, list[tuple[int, str]]] = {}
+        for b in self.boxes:
+            if (place := (id(b.holder.__dict__), b.name)) in old:
+                lists.setdefault(id(b.held()), []).append(place)
         return replace(self, left_out=left_out, boxes=tuple(
-            b._replace(first=tuple(b.members())) if id(b.held()) in lists else b for b in self.boxes))
+            box(b, lists[id(b.held())]) if id(b.held()) in lists else b for b in self.boxes))
 
 
 def attributes_of(model: nn.Module) -> Attributes:

@@ -185,6 +185,44 @@ def test_numbers_that_a_forward_counts_in_a_container_are_refused(way: str) -> N
     assert model.seen == before
 
 
+class Flags(nn.Module):
+    """Sets flags, and leaves what its layer has made, next to a number that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.done = nn.Linear(4, 4), False
+        self.state: dict[str, Any] = {"done": False, "inside": {"done": False}, "by": 2.0, "feature": None}
+        self.row: list[Any] = [3.0, False, None]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.done = self.state["done"] = self.state["inside"]["done"] = self.row[1] = True
+        self.state["feature"], self.state["width"], self.state["name"] = y.tanh(), x.shape[1], "tanh"
+        self.row[2] = y.sin()
+        found: torch.Tensor = y * self.state["by"] + self.row[0]
+        return found
+
+
+def test_flags_and_tensors_beside_numbers_that_are_read() -> None:
+    model = Flags()
+    original, x = copy.deepcopy(model), torch.randn(2, 4)
+    module = planned(model, x)
+    for step in range(6):
+        for run in (original, model):
+            if step % 2:
+                run.state["by"], run.row[0] = float(step // 3), float(step)
+            run.done = run.state["done"] = run.state["inside"]["done"] = run.row[1] = False
+        given = original(x), module(x)
+        for y in given:
+            y.square().sum().backward()
+        assert torch.equal(*given)
+        left = [(m.done, *m.state.values(), *m.row) for m in (original, model)]
+        assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+                   for a, b in zip(*left, strict=True))
+        assert len(module._plans) == 1 + (step + 1) // 2
+    assert torch.equal(original.layer.weight.grad, model.layer.weight.grad)     # type: ignore[arg-type]
+
+
 COUNTED: list[Any] = []
 """The model whose calls `CountedGradient` reads."""
 

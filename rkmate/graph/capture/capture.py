@@ -355,7 +355,8 @@ def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: d
     if _text(first) != _text(second) or read_before(first.effects, first.constants.values()):
         return None
     effects = collected_again(first.effects, second.effects)
-    return None if effects is None else repeated(effects, again, type(model).__name__)
+    return None if effects is None else repeated(effects, again, type(model).__name__,
+                                                 hooks=not left.has_hooks_of(before))
 
 
 def _text(found: Capture) -> str:

@@ -74,7 +74,7 @@ class ChangedObject:
 
 @dataclass(frozen=True)
 class Collected:
-    """A list or dictionary into which each forward puts tensors, and which it does not read."""
+    """A list or dictionary into which each forward puts tensors or flags, which it does not read."""
 
     filled: Filled
     members: Structure
@@ -91,14 +91,17 @@ class Collected:
             for k in self.filled.old.keys() - self.filled.new.keys():
                 held.pop(k, None)
             held.update(members)
+        elif isinstance(members, dict):
+            for k, v in members.items():
+                held[k:k + 1] = [v]
         else:
             held[len(held) if self.appends else 0:] = members
 
     def now(self, args: Any, kwargs: Any) -> Any:
         """Return the members that a forward has just put there."""
         held, names = self._held(args, kwargs), self.members.fill([None] * self.members.count)
-        if isinstance(held, dict):
-            return {k: held.get(k) for k in names}
+        if isinstance(names, dict):
+            return {k: held.get(k) if isinstance(held, dict) else held[k] for k in names}
         return held[len(held) - len(names):]
 
     def _held(self, args: Any, kwargs: Any) -> Any:
@@ -171,9 +174,10 @@ def found_effects(assigned: Sequence[Assigned], filled: Sequence[tuple[tuple[Any
     return Effects(attributes, objects, collected), every
 
 
-def repeated(effects: Effects, again: Sequence[Assigned], name: str) -> Effects:
+def repeated(effects: Effects, again: Sequence[Assigned], name: str, *, hooks: bool) -> Effects:
     """The effects, with what a second forward has done from where the first one has left the attributes. A
-    plain attribute that only the first one assigns is none.
+    plain attribute that only the first one assigns is none, except for a flag of a module: the second
+    assignment cannot be seen. `hooks`: whether the first forward adds hooks, which a flag may stand for.
 
     Raises:
         CaptureError: a plain attribute changes otherwise than by counting.
@@ -191,7 +195,8 @@ def repeated(effects: Effects, again: Sequence[Assigned], name: str) -> Effects:
                                    "that. Keep such state in a buffer (register_buffer), or pass it as an "
                                    "argument")
             written = replace(written, step=step)
-        if then is not None or tensors_in(first.new):
+        flag = type(first.old) is type(first.new) is bool and isinstance(first.holder, nn.Module)
+        if then is not None or tensors_in(first.new) or (flag and not hooks):
             attributes.append(written)
     return replace(effects, attributes=tuple(attributes))
 
@@ -200,22 +205,26 @@ def collected_again(effects: Effects, again: Effects) -> Effects | None:
     """Return the effects of a forward, with what a second one has shown: whether lists grow, or begin anew.
     None if it has filled other lists and dictionaries, or in another way."""
     second = {c.at or id(c.filled.held): c for c in again.collected}
-    if len(second) != len(effects.collected):
-        return None
     found = []
     for c in effects.collected:
-        then = second.get(c.at or id(c.filled.held))
+        then = second.pop(c.at or id(c.filled.held), None)
+        one, constants = c.filled, c.filled.constants()
+        before = one.changes()
         if then is None:
-            return None
-        one, two = c.filled, then.filled
-        before, now = one.changes(), two.changes()
-        if isinstance(before, dict):
-            if before.keys() != now.keys():
+            if len(constants) < len(before):
+                return None
+            found.append(c)             # it finds the flags as it leaves them
+            continue
+        two = then.filled
+        now = two.changes()
+        if isinstance(before, dict) and isinstance(now, dict):
+            if before.keys() - constants.keys() != now.keys() - constants.keys() or \
+                    any(now.get(k, v) != v for k, v in constants.items()):
                 return None
         elif len(before) != len(now) or (two.is_longer != one.is_longer and (one.old or not one.is_longer)):
             return None             # only of a list that was empty does the first not tell whether it grows
         found.append(replace(c, appends=two.is_longer))
-    return replace(effects, collected=tuple(found))
+    return None if second else replace(effects, collected=tuple(found))
 
 
 def _step(old: Any, new: Any) -> int | float | None:

@@ -61,12 +61,14 @@ class Assigned:
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, deque)
 NUMBERS = (int, float, complex)
 """Types of the numbers that are looked at in lists and dictionaries."""
+_FLAGS = (bool, str)
+"""Types of constants that a forward may put into lists and dictionaries."""
 _LARGE = 1000
 """Members of a list or dictionary from which on nothing is looked for inside of them."""
 
 
 def filled(path: str, place: tuple[int, str], held: Any, old: Any) -> Filled | None:
-    """Return what a forward has put into a list or dictionary; None if there are no other tensors in it.
+    """Return what a forward has put into a list or dictionary; None if that is neither tensors nor flags.
 
     Raises:
         CaptureError: it counts numbers there, which would be the same ones in each planned step.
@@ -82,7 +84,7 @@ def filled(path: str, place: tuple[int, str], held: Any, old: Any) -> Filled | N
                                "not do again: return them, or put them into a list")
         return None
     found = Filled(path, place, held, old, held.copy())
-    return found if tensors_in(found.changes()) else None
+    return found if tensors_in(found.changes()) or found.constants() else None
 
 
 def _counts(held: Any, old: Any) -> bool:
@@ -94,7 +96,8 @@ def _counts(held: Any, old: Any) -> bool:
         if len(held) > len(old) and isinstance(held[-1], NUMBERS) and any(
                 isinstance(v, NUMBERS) for v in old):
             return True
-    return any(isinstance(was, NUMBERS) and isinstance(now, NUMBERS) and now != was for was, now in pairs)
+    return any(isinstance(was, NUMBERS) and isinstance(now, NUMBERS) and now != was
+               and not (type(was) is type(now) is bool) for was, now in pairs)
 
 
 @dataclass(frozen=True)
@@ -117,17 +120,43 @@ class Filled:
             and all(map(is_, self.old, self.new))
 
     def changes(self) -> Any:
-        """Return the members that are new."""
+        """Return the members that are new: those after the members from before, or by their keys or places.
+        All members of a list that has become shorter, or begins otherwise and has become longer."""
         if isinstance(self.held, list):
-            return self.new[len(self.old):] if self.is_longer else self.new
+            if self.is_longer or len(self.new) != len(self.old):
+                return self.new[len(self.old):] if self.is_longer else self.new
+            return {k: v for k, v in enumerate(self.new) if self.old[k] is not v}
         return {k: v for k, v in self.new.items() if self.old.get(k, MISSING) is not v}
+
+    def replaced(self) -> dict[Any, Any] | None:
+        """Return what stood where the new members stand, by their keys or places (`MISSING` for nothing).
+        None where other members have gone."""
+        changes = self.changes()
+        old = self.old if isinstance(self.old, dict) else dict(enumerate(self.old))
+        if not isinstance(changes, dict) or not (
+                isinstance(self.held, list) or old.keys() <= self.new.keys()):
+            return None
+        return {k: old.get(k, MISSING) for k in changes}
+
+    def constants(self) -> dict[Any, Any]:
+        """Return the flags and names among the new members, and numbers that had no place before."""
+        changes, found = self.changes(), {}
+        for k, old in (self.replaced() or {}).items():
+            v = changes[k]
+            if (type(v) in _FLAGS and (old is None or old is MISSING or type(old) is type(v))) or (
+                    old is MISSING and isinstance(v, NUMBERS)):
+                found[k] = v
+        return found
 
     def repeat(self) -> None:
         """Fill it again, with zeros in the place of traced tensors."""
         tensors, structure = take_apart(self.changes(), result=True)
         members = structure.fill([torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
-        _set(self.held, [*self.old, *members] if self.is_longer else members
-             if isinstance(self.held, list) else {k: members.get(k, v) for k, v in self.new.items()})
+        if isinstance(members, dict):
+            pairs = enumerate(self.new) if isinstance(self.held, list) else self.new.items()
+            new = {k: members.get(k, v) for k, v in pairs}
+            members = [*new.values()] if isinstance(self.held, list) else new
+        _set(self.held, [*self.old, *members] if self.is_longer else members)
 
 
 def members_of(args: Any, kwargs: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]:
@@ -274,6 +303,11 @@ class PythonState:
                         return f"{kind.__name__}.{k}"
         return next((name for function in self._functions for name, v in _reached_by(function)
                      if _holds_traced(v)), None)
+
+    def has_hooks_of(self, other: PythonState) -> bool:
+        """Return whether the modules have the same hooks at another moment."""
+        return all(_same(mine[field], its[field]) for (*_, mine), (*_, its) in zip(
+            self._modules, other._modules, strict=True) for field in HOOKS)
 
     def restore_hooks(self) -> None:
         """Put the hooks back alone."""
