@@ -38,7 +38,7 @@ class FollowedStep:
         self._running, self._stretch = contextlib.ExitStack(), contextlib.ExitStack()
         self._new = [0]
         """For each stretch of the step, bytes of gradients that were new by then."""
-        self._waits_for_end = False
+        self._waits_for_end = self._is_cut = False
         self.backward_seen = False
         known = [p for p in parameters if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in known]
@@ -54,7 +54,7 @@ class FollowedStep:
         except MeterError:                      # somebody measures, or profiles
             self._meter = None
             return
-        give_way_by(self._stop)
+        give_way_by(self._give_way)
         self._stretch.enter_context(meter.part(0))
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
@@ -81,6 +81,11 @@ class FollowedStep:
         if self._may_measure():
             self._stretch.close()
 
+    def _give_way(self) -> None:
+        """Another measurement begins: of a plan that is made in the middle of the step."""
+        self._is_cut = not self.backward_seen or self._waits_for_end
+        self._stop()
+
     def _stop(self) -> None:
         if self._may_measure():
             self._stretch.close()
@@ -93,9 +98,9 @@ class FollowedStep:
         self._stop()
 
     def peak(self) -> int | None:
-        """Return the most bytes of the step, once that is over; None where nothing was measured."""
+        """Return the most bytes of the step, once that is over; None where not all of it was measured."""
         self.close()
-        if self._meter is None or not self.backward_seen:
+        if self._meter is None or self._is_cut or not self.backward_seen:
             return None
         others = sum(p.grad.nbytes for p in self._others if p.grad is not None)
         found = self._meter.levels()

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from rkmate.errors import RkmateError
 from rkmate.graph.capture.structure import Structure, take_apart
-from rkmate.pipeline.prepare import Traced
+from rkmate.pipeline.prepare import Traced, trace
+from rkmate.pipeline.settings import Settings
 from rkmate.runtime.guards import Guards
 from rkmate.runtime.kept_plans import attributes_in
 from rkmate.runtime.observed_step import PartCall
 from rkmate.runtime.one_budget import Part, bytes_made, is_one_operation
+from rkmate.support.progress import Progress
 from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.patches.autograd import region_of
+from rkmate.torch_seam.patches.features import GRADIENTS
+from rkmate.torch_seam.tensors import has_strides
+from rkmate.torch_seam.trace import gradients_laid_out
+from rkmate.torch_seam.versions import is_off
 
 ABOUT = 0.05
 """The share of its bytes by which a call may differ from another one of about the same size."""
@@ -58,6 +68,22 @@ class Kind:
         tensors, structure = take_apart((args, kwargs), result=False)
         self.given = structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         self.sizes = sizes_in(args, kwargs)
+
+    def lay_out(self, settings: Settings) -> None:
+        """Capture a call again where gradients come in other layouts than those of its outputs: kernels round
+        by layouts."""
+        assert self.part is not None and self.given is not None
+        capture = self.part.traced.capture
+        strides = dict(Counter(tuple(c.strides.items()) for _, c in self.calls).most_common(1)[0][0])
+        traced = {int(s.key): n.meta[VALUE] for n, s in capture.sources.items() if s.kind == "tangent"}
+        if is_off(GRADIENTS) or all(k not in traced or has_strides(traced[k], found)
+                                    for k, found in strides.items()):
+            return
+        wanted = [strides.get(k) for k, differentiable in enumerate(capture.differentiable) if differentiable]
+        structure, tensors = self.given
+        args, kwargs = structure.fill(list(tensors))
+        with contextlib.suppress(RkmateError), gradients_laid_out(wanted):
+            self.part.traced = trace(self.part.model, args, kwargs, settings, Progress(False))
 
     def results(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: int
                 ) -> list[torch.Tensor | None]:
@@ -128,6 +154,24 @@ def kind_key(module: nn.Module) -> object:
     return (type(module), module.training, getattr(forward, "__func__", forward),
             tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()),
             tuple((n, type(m)) for n, m in module.named_modules()))
+
+
+def modules_of(model: nn.Module, kind: Kind, kinds: Sequence[Kind],
+               may_be_planned: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, int]]:
+    """Return the submodules of a kind, each with how often it is called in a step: also those that were left
+    out of the step that was observed. `kinds`: all that are planned."""
+    counts: dict[int, int] = defaultdict(int)
+    for module, _ in kind.calls:
+        counts[id(module)] += 1
+    called = {id(m) for k in kinds for m, _ in k.calls}
+    if any(k.key == kind.key for k in kinds[:kinds.index(kind)]):
+        return list({id(m): (m, counts[id(m)]) for m, _ in kind.calls}.values())
+    inside = {id(m) for k in kinds for part, _ in k.calls for m in part.modules() if m is not part}
+    found = {id(m): m for m, _ in kind.calls}
+    for module in model.modules():
+        if id(module) not in called | inside and kind_key(module) == kind.key and may_be_planned(module):
+            found[id(module)] = module
+    return [(m, counts.get(i, 1)) for i, m in found.items()]
 
 
 def outermost(model: nn.Module) -> Iterator[nn.Module]:

@@ -41,18 +41,20 @@ from rkmate.runtime.one_budget import (
     take_watch_from,
     undisturbed,
 )
-from rkmate.runtime.part_kinds import Kind, is_worth_looking_at, kind_key, outermost, sizes_in
+from rkmate.runtime.part_kinds import (
+    Kind,
+    is_worth_looking_at,
+    kind_key,
+    modules_of,
+    outermost,
+    sizes_in,
+)
 from rkmate.runtime.step_moments import STEPS, SeenStep, bounds, kept_of, room_for, seen
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.modules import compiled_call, own_call
-from rkmate.torch_seam.nodes import VALUE
-from rkmate.torch_seam.patches.features import GRADIENTS
-from rkmate.torch_seam.tensors import has_strides
-from rkmate.torch_seam.trace import gradients_laid_out
-from rkmate.torch_seam.versions import is_off
 
 logger = logging.getLogger("rkmate")
 
@@ -134,6 +136,9 @@ class Parts(OneBudget):
         """What the plans that are followed were chosen for."""
         self._over = 0
         """Bytes that a step with plans took over its budget, once it was measured."""
+        self._peak = self._more = 0
+        """Bytes of a step with plans, measured or as they were shared out; and bytes that calls of the
+        latest step asked for on top of their shares."""
         self._followed: FollowedStep | None = None
         self._to_measure = 0
         """How many steps with plans are still to be measured, at most."""
@@ -246,7 +251,7 @@ class Parts(OneBudget):
     def _kind_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
         """The kind of a submodule; a new one is captured."""
         key = kind_key(module)
-        if self.named and not self._is_named(module):
+        if not self._is_named(module):
             return Kind(type(module).__name__, key)
         alike, sizes = self._alike[key], sizes_in(args, kwargs)
         guards = guards_of(ModuleReader(module), args, kwargs)[0] if any(k.part for k in alike) else None
@@ -283,7 +288,7 @@ class Parts(OneBudget):
 
     def _is_named(self, module: nn.Module) -> bool:
         names = [n for n, m in self._model.named_modules() if m is module]
-        return any(fnmatchcase(n, pattern) for n in names for pattern in self.named)
+        return not self.named or any(fnmatchcase(n, pattern) for n in names for pattern in self.named)
 
     def _settings(self, trains: Any) -> Any:
         return replace(self.planning.settings, trains=trains)
@@ -303,6 +308,8 @@ class Parts(OneBudget):
         step = self._step
         if step is not None and not self._inside:
             step.finish()
+        elif not self._inside:
+            self._measure_followed()
         if self._again and not self._inside and (step is None or step.backward_seen):
             self._again = self._is_planned = False
             self._step = step = None
@@ -310,11 +317,9 @@ class Parts(OneBudget):
             for module in self.planned:
                 self._take(module)
             self.watch_methods()
-        if self._inside:
+        if self._inside or step is None:
             return
-        if step is None:
-            self._measure_followed()
-        elif step.backward_seen and (not may_go_on or step.ends_before_call()):
+        if step.backward_seen and (not may_go_on or step.ends_before_call()):
             self._step = None
             self._plan(step)
         elif step.is_empty:             # its results were dropped
@@ -344,7 +349,7 @@ class Parts(OneBudget):
                 early = max(early, level)
             else:
                 alone = max(alone, level)
-        modules = [self._modules_of(kind, kinds) for kind in kinds]
+        modules = [modules_of(self._model, kind, kinds, self._is_named) for kind in kinds]
         kept = held = extra = 0
         """Bytes that all calls keep as they are, also those that were left out of the step; that they hold
         with plans that compute nothing again; and that one takes on top while its backward runs, at most."""
@@ -414,7 +419,7 @@ class Parts(OneBudget):
         for module, mine in followed.items():
             self._put_into(module, mine, shared, sum(item.calls for item in asked.items))
         self.planned = list(followed)
-        self._is_planned = True
+        self._is_planned, self._peak = True, shared.taken
         self._tell_of(asked, shared)
         for kind in self._kinds:
             if kind.part is not None:
@@ -423,25 +428,41 @@ class Parts(OneBudget):
 
     def _measure_followed(self) -> None:
         """Before a call from outside: measure a step with plans. Where it takes more than its budget, that is
-        shared out again with so much less, or a warning says so."""
+        shared out again, or a warning says so. So is it where calls have asked for more than their shares."""
         asked, followed = self._asked, self._followed
-        if not self._to_measure or asked is None or not self.planned:
+        if asked is None or not self.planned or not (self._to_measure or self._more):
             return
-        settings = self.planning.settings
+        budget, peak, places = self.planning.budget.of(asked.rest.plain), None, [
+            t.device for t in self._model.parameters()]
         if followed is not None:
             if not followed.backward_seen:      # several calls come before a backward
                 return
-            budget, peak = self.planning.budget.of(asked.rest.plain), followed.peak()
+            peak = followed.peak()
             self._to_measure -= not followed.only_looks
-            if peak is not None and peak > budget:
-                self._share_again(asked, budget, peak)
-            elif peak is not None:
-                self._to_measure = 0
-        places = [t.device for t in self._model.parameters()]
-        if settings.gradients == "in_place" or not places:
+            if peak is not None and peak <= budget:
+                self._peak, self._to_measure = peak, 0
+        more, self._more = self._more, 0
+        if more:
+            self._to_measure = MEASURED
+            self._observe_again(peak or self._peak + more, budget, "" if peak else "up to about ")
+        elif peak is not None and peak > budget:
+            self._share_again(asked, budget, peak)
+        if self.planning.settings.gradients == "in_place" or not places:
             self._to_measure = 0
         self._followed = None if not self._to_measure else FollowedStep(
             self._model.parameters(), None if followed is None else devices.of(places[0]).parts_meter())
+
+    def _observe_again(self, found: int, budget: int, about: str) -> None:
+        """Observe the next step where calls need more than their shares, and the step takes too much."""
+        if found <= budget or self._again:
+            return
+        self._again = self._refusals < REFUSED
+        self._refusals += self._again
+        self._warn_once(f"over, {self._again}", (
+            f"a step of {self._type}, planned by parts, takes {about}{found:,} bytes, and its budget is "
+            f"{budget:,}: calls of its parts need more than those in the steps that were observed. " + (
+                "The next step runs as it is and is observed, and the budget is shared out again"
+                if self._again else f"A budget of {found:,} bytes leaves room for that")))
 
     @planning_lock
     def _share_again(self, asked: Asked, budget: int, peak: int) -> None:
@@ -454,9 +475,10 @@ class Parts(OneBudget):
                 self._share(asked, budget - self._over)
                 return
         self._to_measure = 0
-        warn(f"a step of {self._type}, planned by parts, takes {peak:,} bytes, and its budget is {budget:,}: "
-             f"what is not planned takes more than it did in the step that was observed. A budget of "
-             f"{budget + self._over:,} bytes leaves room for that")
+        self._warn_once("over", (
+            f"a step of {self._type}, planned by parts, takes {peak:,} bytes, and its budget is {budget:,}: "
+            f"what is not planned takes more than it did in the step that was observed. A budget of "
+            f"{budget + self._over:,} bytes leaves room for that"))
 
     def _nothing_worth(self, step: ObservedStep) -> None:
         """No part of the step is worth a plan."""
@@ -469,28 +491,12 @@ class Parts(OneBudget):
             warn(f"{self._type} is called through other methods than its forward, and nothing of that can be "
                  f"planned: it keeps {step.kept:,} bytes for the backward, outside of the budget")
 
-    def _lay_out(self, kind: Kind) -> None:
-        """Capture a call again where gradients come in other layouts than those of its outputs: kernels round
-        by layouts."""
-        assert kind.part is not None and kind.given is not None
-        capture = kind.part.traced.capture
-        strides = dict(Counter(tuple(c.strides.items()) for _, c in kind.calls).most_common(1)[0][0])
-        traced = {int(s.key): n.meta[VALUE] for n, s in capture.sources.items() if s.kind == "tangent"}
-        if is_off(GRADIENTS) or all(k not in traced or has_strides(traced[k], found)
-                                    for k, found in strides.items()):
-            return
-        wanted = [strides.get(k) for k, differentiable in enumerate(capture.differentiable) if differentiable]
-        structure, tensors = kind.given
-        args, kwargs = structure.fill(list(tensors))
-        with contextlib.suppress(RkmateError), gradients_laid_out(wanted):
-            kind.part.traced = trace(kind.part.model, args, kwargs, self._settings("all"), Progress(False))
-
     def _measured(self, kind: Kind, budget: int) -> Part:
         """Return what was captured of a kind, with its schedules. `budget`: bytes that measuring may take."""
         part, taught = kind.part, kind.taught
         assert part is not None
         if not part.forms:
-            self._lay_out(kind)
+            kind.lay_out(self._settings("all"))
         wanted = tuple(k in taught for k in range(len(part.traced.wanted)))
         if not part.forms or part.traced.wanted != wanted or kind.shared - kind.known_shared:
             kind.known_shared = kind.shared
@@ -498,23 +504,6 @@ class Parts(OneBudget):
                                   capture=with_terms(part.traced.capture, kind.shared))
             part.forms = [ways_of(part.traced, self.planning.planner, lambda blocked: budget, 1.0)]
         return part
-
-    def _modules_of(self, kind: Kind, kinds: Sequence[Kind]) -> list[tuple[nn.Module, int]]:
-        """The submodules of a kind, each with how often it is called in a step: also those that were left out
-        of the step that was observed."""
-        counts: dict[int, int] = defaultdict(int)
-        for module, _ in kind.calls:
-            counts[id(module)] += 1
-        called = {id(m) for k in kinds for m, _ in k.calls}
-        if any(k.key == kind.key for k in kinds[:kinds.index(kind)]):
-            return list({id(m): (m, counts[id(m)]) for m, _ in kind.calls}.values())
-        inside = {id(m) for k in kinds for part, _ in k.calls for m in part.modules() if m is not part}
-        found = {id(m): m for m, _ in kind.calls}
-        for module in self._model.modules():
-            if id(module) not in called | inside and kind_key(module) == kind.key and (
-                    not self.named or self._is_named(module)):
-                found[id(module)] = module
-        return [(m, counts.get(i, 1)) for i, m in found.items()]
 
     def _put_into(self, module: nn.Module, found: Sequence[tuple[Kind, Prototype, int]], shared: Shared,
                   calls: int) -> None:
@@ -533,24 +522,27 @@ class Parts(OneBudget):
             settings = replace(settings, offload=settings.offload.part(1, calls))
         self._put(module, replace(self.planning, budget=Budget(bytes=room + extra + left),
                                   settings=settings, shared_inputs=kind.known_shared,
-                                  over=functools.partial(self._refused, module, planned=True),
+                                  over=functools.partial(self._refused, module, room=room + extra + left),
                                   calls_at_once=sum(m is module for k, *_ in found for m, _ in k.calls)),
                   tuple(plan for _, plan, _ in found), self._refused)
 
-    def _refused(self, module: nn.Module, error: RkmateError, *, planned: bool = False) -> None:
-        """A call of a part cannot be planned, and runs as it is. `planned`: it follows a plan that needs more
-        than its share."""
-        if isinstance(error, InfeasibleBudget) and self._refusals < REFUSED and not self._again:
-            self._again, self._refusals = True, self._refusals + 1
+    def _refused(self, module: nn.Module, error: RkmateError, *, room: int | None = None) -> None:
+        """A call of a part cannot be planned, and runs as it is. `room`: it follows a plan that needs more
+        than these bytes."""
+        if room is not None and isinstance(error, InfeasibleBudget):
+            self._more += error.minimum_bytes - room
+        self._to_measure = max(self._to_measure, 1)
         name = self._name(module)
-        done = "has the smallest plan that there is" if planned else "runs as it is"
-        self._warn_once(name, f"a call of {name} differs from the planned ones, and {done}: {error}" +
-                        self._again * ". The next step is observed, and the budget is shared out again")
+        self._warn_once(name, f"a call of {name} differs from the planned ones, and " + (
+            f"runs as it is: {error}" if room is None else f"has the smallest plan that there is: {error}"))
 
     # -- what is said ---------------------------------------------------------------------
 
     def _tell_beginning(self, module: nn.Module | None) -> None:
-        if module is None and self._error is not None:
+        if self._asked is not None:
+            logger.warning("This step of %s runs as it is, about %s bytes, and is measured", self._type,
+                           f"{self._asked.rest.plain:,}")
+        elif module is None and self._error is not None:
             logger.warning("%s. It is planned by parts: the first step runs as it is, and is measured",
                            str(self._error).rstrip("."))
         elif module is not None and "method" not in self._told:
