@@ -28,7 +28,15 @@ from rkmate.graph.ops.properties import is_view
 from rkmate.ir.cd import HOISTED, Cost, Kernel
 from rkmate.measure.analytic import Costs, analytic_costs, bytes_alone, surely_over
 from rkmate.measure.analytic import hoisted as hoisted_data
-from rkmate.measure.made_up import Layout, as_made, at_zero, chooses, counts_from_one, layout_of, made_up
+from rkmate.measure.made_up import (
+    Layout,
+    as_made,
+    at_most_memory,
+    chooses,
+    counts_from_one,
+    layout_of,
+    made_up,
+)
 from rkmate.measure.remembered import CostMemory, KnownOperations
 from rkmate.measure.runs import Caches, Timings, as_in_a_step, copied_forms, made_just_before, signature
 from rkmate.measure.settings import MeasureSettings
@@ -367,7 +375,7 @@ class _Runner:
         self.metered[i] = (key, copied_forms(call, self._storages(i)), over)
         if all(self.metered[part] in self.peaks for part in (i, *others)) and self._passed_over(i):
             return
-        longest = at_zero(self.program.operation[i], self.value)
+        longest = at_most_memory(self.program.operation[i], self.value)
         if self.device.first_call_allocates:
             call()                       # not a part: what is taken for good is not temporary
         del call                         # nor are the copies that it holds

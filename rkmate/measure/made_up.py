@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from rkmate.ir.cd import DKind
-from rkmate.torch_seam.patches.numerics import LONGEST_AT_ZERO
+from rkmate.torch_seam.patches.numerics import MOST_MEMORY_AT
 
 _FROM_ONE = frozenset((torch.ops.aten.linalg_lu_solve.default, torch.ops.aten.lu_unpack.default))
 """Operations whose whole numbers (rows that are exchanged) count from one."""
@@ -75,15 +75,13 @@ def as_made(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     return found.copy_(value)
 
 
-def at_zero(node: fx.Node, value: Callable[[fx.Node], Any]) -> list[Callable[[], Any]]:
+def at_most_memory(node: fx.Node, value: Callable[[fx.Node], Any]) -> list[Callable[[], Any]]:
     """Return calls that need as much temporary memory as any, where that depends on values. `value`: of an
     operand."""
     target: Any = node.target
-    place = LONGEST_AT_ZERO.get(target)
-    if place is None:
+    if target not in MOST_MEMORY_AT:
         return []
+    place, makers = MOST_MEMORY_AT[target]
     args: list[Any] = [*fx.node.map_arg(node.args, value)]
-    every, one = torch.zeros_like(args[place]), torch.ones_like(args[place])
-    if one.numel():
-        one[(-1,) * one.dim()] = 0
-    return [functools.partial(target, *args[:place], zeros, *args[place + 1:]) for zeros in (every, one)]
+    return [functools.partial(target, *args[:place], make(args[place]), *args[place + 1:])
+            for make in makers]

@@ -201,6 +201,11 @@ def _norm_of_columns(inputs: Tensors, outputs: Tensors) -> int:
     return bytes_of_copies(inputs) + 2 * sum(t.numel() * max(4, t.element_size()) for t in outputs[1:])
 
 
+def _exponentials(inputs: Tensors, outputs: Tensors) -> int:
+    """Return the bytes for matrices of a large norm, which need the most, and of indices of the matrices."""
+    return (10 if inputs[0].dim() > 2 else 12) * inputs[0].nbytes + 64 + 16 * inputs[0].shape[:-2].numel()
+
+
 TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
     # A loss is made for each number before it is reduced.
     aten.mse_loss: _largest(2), aten.smooth_l1_loss: _largest(2), aten.huber_loss: _largest(1),
@@ -223,5 +228,6 @@ TABLE: dict[Any, Callable[[Tensors, Tensors], int]] = {
     aten.abs: _promoted,
     aten.logsumexp: _all(1), aten.sort: _largest(2), aten.median: _largest(1), aten.kthvalue: _largest(3),
     aten._euclidean_dist: _all(3),
+    aten.linalg_matrix_exp: _exponentials,
     aten.im2col: _largest(1), aten.col2im: _largest(1), aten.upsample_bilinear2d: _all(1),
 }

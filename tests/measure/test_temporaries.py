@@ -60,6 +60,7 @@ ENDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         lambda h: F.unfold(_images(h), 3),
         lambda h: F.interpolate(_images(h), scale_factor=2, mode="bilinear"),
         lambda h: F.dropout2d(_images(h), 0.1)),
+    "exponentials": _all_of(torch.linalg.matrix_exp, lambda h: torch.linalg.matrix_exp(h.view(16, 16, 16))),
 }
 
 

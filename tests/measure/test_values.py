@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.measure.step import measure_peak
+from rkmate.measure.step import measure_peak, measure_step
 
 
 class Product(nn.Module):
@@ -42,3 +42,25 @@ def test_zeros_stay_within_the_budget(multiply: Callable[[torch.Tensor], torch.T
 
         step()
         assert measure_peak(step).peak <= module.plan.budget_bytes
+
+
+class Turned(nn.Module):
+    """The exponential of a matrix needs more memory where its norm is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = nn.Parameter(torch.zeros(64, 64), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = (x @ torch.linalg.matrix_exp(self.angles) * self.scale).sum()
+        return found
+
+
+def test_matrices_of_any_norm_stay_within_the_budget() -> None:
+    x, found = torch.randn(2, 64), []
+    module = rkmate.wrap(Turned(), (x,), budget=1.0, progress=False)
+    for norm in (0.0, 1e-3, 0.1, 10.0):
+        module.angles.fill_(norm / 64)
+        found.append(measure_step(module, lambda: module(x).backward(), timeline=False).peak)
+    assert found == sorted(found) and 0.95 * module.plan.peak_bytes < found[-1] <= module.plan.peak_bytes

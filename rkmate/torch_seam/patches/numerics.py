@@ -84,11 +84,23 @@ def _define(name: str, arguments: str, forward: Callable[..., torch.Tensor],
 _define("product", "Tensor x, int? dim, bool keepdim", _product, _layout_of_product)
 _define("cumulative_product", "Tensor x, int dim", _cumulative_product, _layout_of_cumulative_product)
 
-LONGEST_AT_ZERO: dict[Any, int] = {torch.ops.rkmate.product_backward.default: 1,
-                                   torch.ops.rkmate.cumulative_product_backward.default: 1}
-"""Gradients that are computed by one formula or another, by how many zeros a value holds. Operation ->
-position of that value among its arguments. All zeros or a single one need the most temporary memory, so
-that costs are measured on both."""
+
+
+def _one_zero(like: torch.Tensor) -> torch.Tensor:
+    one = torch.ones_like(like)
+    if one.numel():
+        one[(-1,) * one.dim()] = 0
+    return one
+
+
+MOST_MEMORY_AT: dict[Any, tuple[int, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]] = {
+    torch.ops.rkmate.product_backward.default: (1, (torch.zeros_like, _one_zero)),
+    torch.ops.rkmate.cumulative_product_backward.default: (1, (torch.zeros_like, _one_zero)),
+    aten.linalg_matrix_exp.default: (0, (lambda like: torch.full_like(like, 3),)),
+}
+"""Operations that choose a formula by values: by how many zeros there are, or by the norm of a matrix.
+Operation -> position of that value among its arguments, and values of its form at which one of the formulas
+needs the most temporary memory: costs are measured at these, too."""
 
 
 def _prod_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
