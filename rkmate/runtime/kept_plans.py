@@ -96,7 +96,8 @@ class Specialization:
     outside: Outside = Outside()
     """Memory that the caller was seen to use for the outputs, if a plan has no room for it."""
     has_others: bool = False
-    """Whether the next step measures what other models take between its forward and its backward."""
+    """Whether the next step measures what an unusual loss, or another model, takes between forward and
+    backward."""
     member: Member | None = None
     """The full capture from which other sizes are derived; None if this one was derived."""
 

@@ -4,8 +4,9 @@ A plan leaves room for a usual loss: three times the outputs that it is computed
 (a formula of several operations), and some hold memory to the end of the backward: `F.mse_loss` returns a
 number in a storage as large as its input. No plan can know before the first step, so that step looks.
 
-Other models may stand between the outputs and the loss (a frozen U-Net behind a ControlNet). Their memory is
-free again when the module's backward begins, so the second step measures all that is allocated in between.
+Other models may stand between the outputs and the loss (a frozen U-Net behind a ControlNet), and no rule
+knows what unusual operations take (a short-time Fourier transform). Their memory is free again when the
+module's backward begins, so the second step measures all that is allocated in between.
 
 A step may call a module several times, one call after the other: microbatches of a pipeline, or a
 discriminator and a generator in turn. The caller may keep something of each call to the end of the step (its
@@ -253,6 +254,9 @@ class Needs(NamedTuple):
     """Advice if no plan keeps to the budget."""
 
 
+_INSIDE = "A loss inside of the plan (rkmate.with_loss) takes less"
+
+
 def needs_of(seen: Outside, usual: int, name: str) -> Needs | None:
     """Return the memory that a step has shown a caller to need; None if the memory of other models could not
     be measured. `usual`: bytes that are left for a loss; `name`: of the module."""
@@ -263,12 +267,17 @@ def needs_of(seen: Outside, usual: int, name: str) -> Needs | None:
         loss = usual if seen.is_usual else of_more(usual)
         return Needs(held, loss, f"the loss that is computed from the outputs of {name} takes more than a "
                      f"usual one (about {loss:,} bytes; {seen.held:,} are held while the backward runs)",
-                     "A loss inside of the plan (rkmate.with_loss) takes less")
+                     _INSIDE)
     between = seen.between.bytes()
-    return None if between is None else Needs(
-        held, max(usual, between - held), f"more than {MANY} operations, as of another model, follow on the "
-        f"outputs of {name}, and take {between:,} bytes before its backward begins",
-        "Give a larger budget, or checkpoint the other model (torch.utils.checkpoint)")
+    if between is None:
+        return None
+    loss = max(usual, between - held)
+    if seen.operations <= MANY:
+        return Needs(held, loss, f"the loss that is computed from the outputs of {name} takes {between:,} "
+                     "bytes", _INSIDE)
+    return Needs(held, loss, f"more than {MANY} operations, as of another model, follow on the outputs of "
+                 f"{name}, and take {between:,} bytes before its backward begins",
+                 "Give a larger budget, or checkpoint the other model (torch.utils.checkpoint)")
 
 
 def warn_of_others(name: str, usual: int) -> None:

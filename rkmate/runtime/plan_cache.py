@@ -314,8 +314,10 @@ class PlanCache:
         returned, before its backward. If the plan has no room for it, the next forward is planned anew."""
         settings, plan = known.traced.settings, ready.plan
         self._look_for_finished_calls(call, known, ready)
-        if not self.planning.counts_calls or (ready.looked and not known.has_others) or self._saved or \
-                settings.calls > 1 or settings.loss_bytes is not None or not ready.compiled.outputs.are_large:
+        looked = ready.looked or settings.loss_bytes is not None
+        if not self.planning.counts_calls or (looked and not known.has_others) or self._saved or \
+                settings.calls > 1 or self.planning.settings.loss_bytes is not None or \
+                not ready.compiled.outputs.are_large:
             return
         ready.looked, measures, known.has_others = True, known.has_others, False
         number, device = self.open_calls.added, ready.compiled.device
@@ -333,8 +335,10 @@ class PlanCache:
                     known.has_others = True
                 elif seen.operations > MANY:
                     warn_of_others(known.traced.name, plan.graph.reserve_at_loss)
-                elif is_over(seen, plan):
-                    known.outside = seen
+                else:
+                    known.has_others = not seen.is_usual and devices.of(device).host
+                    if is_over(seen, plan):
+                        known.outside = seen
             if then is not None:
                 then(grads)
         call.begins = begins
@@ -364,6 +368,8 @@ class PlanCache:
                 return self.current(known, tensors)         # another thread was here meanwhile
             usual = max(e.plan.graph.reserve_at_loss for e in executables.values())
             needs = needs_of(seen, usual, before.name)
+            if needs is None and seen.operations <= MANY:
+                needs = needs_of(seen._replace(between=None), usual, before.name)
             if needs is None:
                 warn_of_others(before.name, usual)
                 return self.current(known, tensors)
@@ -379,6 +385,8 @@ class PlanCache:
                 known.traced = before
                 known.executables.update(executables)
                 found = self.current(known, tensors)
+                if known.has_others:        # this step measures what it is: the next one says so
+                    return found
                 plan = found.plan
                 warn(f"{words}. No plan keeps to the budget with it: {error}. Steps take up to about "
                      f"{max(plan.peak_bytes + seen.held, saved_by(plan) + loss):,} bytes, and the budget is "
