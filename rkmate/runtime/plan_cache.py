@@ -389,8 +389,8 @@ class PlanCache:
                     return found
                 plan = found.plan
                 warn(f"{words}. No plan keeps to the budget with it: {error}. Steps take up to about "
-                     f"{max(plan.peak_bytes + seen.held, saved_by(plan) + loss):,} bytes, and the budget is "
-                     f"{plan.budget_bytes:,}. {remedy}")
+                     f"{max(plan.peak_bytes + seen.held, saved_by(plan) + loss):,} bytes with plans for "
+                     f"{plan.budget_bytes:,}, in which a usual loss has room. {remedy}")
                 return found
         logger.warning("%s: from this step on, plans leave room for that (the steps before took more than "
                        "their budget)", words)
