@@ -133,6 +133,13 @@ def _residuals(model: nn.Module, place: str, text: str) -> str:
             "q.mT @ B, upper=True).")
 
 
+def _nested(model: nn.Module, place: str, text: str) -> str:
+    if not re.search(r"torch\.nested|nested_tensor|NotImplemented to Tensor", place + text):
+        return ""
+    return ("The forward makes a nested tensor, and only dense tensors can be planned: pad instead "
+            "(torch.nn.utils.rnn.pad_sequence), and weigh the padding with zeros.")
+
+
 def _value_decides(model: nn.Module, place: str, text: str) -> str:
     if "no static plan exists" not in text:
         return ""
@@ -142,7 +149,7 @@ def _value_decides(model: nn.Module, place: str, text: str) -> str:
 
 RULES: tuple[Callable[[nn.Module, str, str], str], ...] = (
     _own_generator, _layers_dropped, _fake_quantized, _spectrum_masked, _numpy, _asserted, _residuals,
-    _value_decides)
+    _nested, _value_decides)
 """Explanations, in the order in which they are tried; the first that applies is used."""
 
 
@@ -297,8 +304,9 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         hint = ": use no .grad of a tensor, and compute in the thread of the caller"
     else:
         hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
-    return CaptureError(f"{type(model).__name__} cannot be captured{place}: {reason}{hint}"
-                        f"{way_out(model, place, f'{text} {hint}')}")
+    found, way = f"{reason}{hint}", way_out(model, place, f"{text} {hint}")
+    stop = "." if way and not found.endswith(".") else ""
+    return CaptureError(f"{type(model).__name__} cannot be captured{place}: {found}{stop}{way}")
 
 
 def refuse_sparse(model: nn.Module, graph: fx.Graph) -> None:

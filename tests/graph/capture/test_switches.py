@@ -56,6 +56,11 @@ def _to_numpy(self: Any, h: torch.Tensor) -> torch.Tensor:
     return h * float(h.detach().numpy().mean())
 
 
+def _nested(self: Any, h: torch.Tensor) -> torch.Tensor:
+    rows = torch.nested.nested_tensor([*h], layout=torch.jagged)
+    return self.layer(rows).values()
+
+
 def _branch(self: Any, h: torch.Tensor) -> torch.Tensor:
     return h * 2 if h.sum() > 0 else h
 
@@ -77,6 +82,7 @@ STOPPED: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "masked spans": (r"config\.apply_spec_augment = False", lambda: _Forward(_masked, config=SPANS)),
     "fake quantization": ("1 is a FakeQuantize.*FusedMovingAvgObsFakeQuantize", _fake_quantize),
     "numpy": ("compute it with torch", lambda: _Forward(_to_numpy)),
+    "nested tensors": (r"pad instead \(torch", lambda: _Forward(_nested)),
     "a branch": (r"rkmate\.dtr runs such models\. Or write it without the value", lambda: _Forward(_branch)),
 }
 
