@@ -27,7 +27,7 @@ from rkmate.runtime.kept_plans import Planning, Prototype, is_alike, is_free
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import compiled_call, own_call, replace_call
+from rkmate.torch_seam.modules import compiled_call, is_sharded, own_call, replace_call
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.tensors import inside_backward, without_saved_tensor_hooks
 from rkmate.torch_seam.trace import inside_transform
@@ -41,6 +41,14 @@ def is_one_operation(module: nn.Module) -> bool:
     forward = getattr(type(module), "forward", None)        # TorchScript's classes have none
     return not isinstance(module, LARGE) and not any(True for _ in module.children()) and \
         getattr(forward, "__module__", "").startswith("torch.nn.modules.")
+
+
+def sharded_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the innermost sharded modules inside of a model, the model itself left out; without those of one
+    operation (an embedding, a head), where there are others."""
+    sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
+    layers = [m for m in sharded if not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
+    return [m for m in layers if not is_one_operation(m)] or layers
 
 
 # -- Calls that are observed -----------------------------------------------------------------------

@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -54,7 +54,7 @@ from rkmate.runtime.one_budget import (
     refuse_what_would_run_twice,
     undisturbed,
 )
-from rkmate.runtime.sharded_step import Observed, bounds
+from rkmate.runtime.sharded_step import Exchanges, Observed, Signature, bounds
 from rkmate.runtime.snapshot import by_content
 from rkmate.runtime.step_moments import room_for
 from rkmate.support.progress import Progress
@@ -80,17 +80,11 @@ AGAIN, CLOSE = 2, 1.5
 most this multiple of it: threads of gloo may have let go of what was exchanged late."""
 KEPT = 64
 """Signatures of the model whose plans are kept."""
+_WAITS = "waits"
+"""What a rank says whose gradients have not been exchanged yet."""
 _SURELY = 1.1
 """The multiple of an estimated budget that the first step has to exceed for a loss to be computed in chunks
 at once: from then on, last bits differ."""
-
-
-def sharded_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the innermost sharded modules inside of a model, the model itself left out; without those of one
-    operation (an embedding, a head), where there are others."""
-    sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
-    layers = [m for m in sharded if not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
-    return [m for m in layers if not is_one_operation(m)] or layers
 
 
 # -- Stubs -----------------------------------------------------------------------------------------
@@ -149,27 +143,6 @@ class Follower(PlannedModule):
         return self._reader
 
 
-@dataclass
-class _Signature:
-    """Calls of the model with equal arguments except for values."""
-
-    tail: int | bool | None = None
-    """The number of calls of sharded modules after which the rest is planned; False if it is not; None: not
-    known yet."""
-    calls: int = 0
-    """Steps that were begun."""
-    rest: Rest | None = None
-    """What is outside of all plans, once a step was measured."""
-    observed: list[tuple[Follower, Part]] = field(default_factory=list)
-    """The planned calls of the step that was measured."""
-    is_shared: bool = False
-    """Whether the budget was shared out."""
-    earlier: Rest | None = None
-    """What earlier measurements have shown, if it was too much."""
-    taken: int = 0
-    """Bytes that the measured step has taken on this rank."""
-
-
 class Sharded(OneBudget):
     """A model with sharded layers, and one budget."""
 
@@ -219,13 +192,14 @@ class Sharded(OneBudget):
         self._parts: list[Part] = []
         self._chosen: dict[Follower, dict[Part, tuple[Way, Prototype]]] = {}
         """For each planned module, the schedule that it follows for each part, and the plan of it."""
-        self._signatures: dict[Any, _Signature] = {}
-        self._now: _Signature | None = None
+        self._signatures: dict[Any, Signature] = {}
+        self._now: Signature | None = None
         """The signature of the call that is running."""
-        self._step: tuple[_Signature, Observed] | None = None
+        self._step: tuple[Signature, Observed] | None = None
         self._until: RemovableHandle
         """The hook that ends the measurement before an optimizer's step."""
         self._steps, self._agreed, self._again = 0, AGREED, AGAIN
+        self._exchanges, self._standing = Exchanges(model), 0
         self._returned: list[tuple[nn.Module, list[torch.Tensor], Structure]] = []
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._serving: list[tuple[nn.Module, list[torch.Tensor], Structure]] | None = None
@@ -244,6 +218,7 @@ class Sharded(OneBudget):
     def take_away(self) -> None:
         """Leave the calls of sharded modules without plans as they were."""
         self._close()
+        self._exchanges.close()
         self._stop_watching()
 
     # -- calls of the model ---------------------------------------------------------------
@@ -258,13 +233,16 @@ class Sharded(OneBudget):
         if is_unobserved():
             return call(*args, **kwargs)
         self._steps += 1
+        self._exchanges.step_begins()
+        if self._exchanges.standing > self._standing:
+            self._make_room(self._exchanges.standing)
         if self._steps == 1:
             logger.warning("%s is sharded: this step plans its layers, and the next one is measured. Both "
                            "take as little as is known before, which may be more than the budget", self._type)
         tensors, structure, constants = take_call_apart(args, kwargs)
         key = (tuple((t.shape, t.dtype, t.requires_grad) for t in tensors), structure,
                tuple(map(by_content, constants)), self._model.training)
-        now = self._signatures.setdefault(key, _Signature())
+        now = self._signatures.setdefault(key, Signature())
         if len(self._signatures) > KEPT:
             self._forget(next(iter(self._signatures)))
         self._share_out(now, ranks_that_share(self._model) if self._steps == self._agreed else None)
@@ -457,10 +435,10 @@ class Sharded(OneBudget):
 
     # -- a step ---------------------------------------------------------------------------
 
-    def _observe(self, now: _Signature, given: Any) -> None:
+    def _observe(self, now: Signature, given: Any) -> None:
         place = devices.common([*self._model.parameters(), *self._model.buffers(), *tensors_in(given)])
         try:
-            self._step = now, Observed(place.parts_meter())
+            self._step = now, Observed(place.parts_meter(), self._exchanges.standing)
             self._until = register_optimizer_step_pre_hook(lambda *_: self._close())
         except MeterError as error:
             self._warn_once("meter", f"the step of {self._type} cannot be measured now, and its sharded "
@@ -473,23 +451,20 @@ class Sharded(OneBudget):
         (signature, step), self._step = self._step, None
         self._until.remove()
         step.close()
-        signature.rest = step.rest()
-        if signature.rest is not None:
-            signature.observed = [(follower, part) for follower, part, _ in step.calls]
-            signature.taken = step.peak
+        signature.note(step, self._exchanges.are_kept_whole)
 
     @contextmanager
     def running(self, follower: Follower) -> Iterator[None]:
         """Around a planned call."""
         step = None if self._step is None or self._now is not self._step[0] else self._step[1]
-        if step is None:
-            yield
-            return
-        step.forward_begins()
+        if step is not None:
+            step.forward_begins()
         yield
-        if self._step is None:                  # given up
-            return
         opened = follower.cache.open_calls.now()
+        if opened:
+            self._exchanges.watch(opened[-1], follower.original)
+        if step is None or self._step is None:  # given up
+            return
         capture = follower.cache.latest_capture
         found = next(((part, way) for part, (way, _) in self._chosen.get(follower, {}).items()
                       if part.traced.capture is capture), None)
@@ -500,12 +475,16 @@ class Sharded(OneBudget):
 
     # -- sharing --------------------------------------------------------------------------
 
-    def _share_out(self, now: _Signature, ranks: Ranks | None) -> None:
+    def _share_out(self, now: Signature, ranks: Ranks | None) -> None:
         """Share the budget out, if a step of this signature was measured. `ranks`: all take the largest
         figures of any, and if there is no plan for one of them, all raise."""
         if ranks is not None:
             own = now.rest or next((s.rest for s in self._signatures.values() if s.rest is not None), None)
-            told = [text for text in ranks.told("" if own is None else own.row()) if text]
+            told = [text for text in ranks.told(
+                _WAITS if self._exchanges.standing else "" if own is None else own.row()) if text]
+            if _WAITS in told:
+                self._agreed += 1
+                return
             if now.rest is not None:
                 now.rest = functools.reduce(
                     Rest.together, map(now.rest.read, told), now.rest).least(now.earlier)
@@ -540,7 +519,29 @@ class Sharded(OneBudget):
             raise refused
         self._warn_over(now, "From now on, its layers have plans for that budget")
 
-    def _warn_over(self, now: _Signature, then: str) -> None:
+    def _make_room(self, standing: int) -> None:
+        """Plan again, with room for whole gradients: a step before has exchanged none. `standing`: their
+        bytes, at most."""
+        shared = [s.rest for s in self._signatures.values() if s.is_shared and s.rest is not None]
+        kept = (f"up to {standing:,} bytes of whole gradients, which stay in memory until a backward "
+                "exchanges them (set_requires_gradient_sync(True))")
+        (warn if shared else logger.warning)(
+            f"{self._type} is sharded: its last backward has exchanged no gradients, and leaves {kept}. "
+            + "".join(f"They come on top of the budget of {budget:,} bytes now. " for budget in
+                      {self.planning.budget.of(rest.plain) for rest in shared})
+            + "The next step that exchanges them is measured, and later steps have plans that leave room for "
+            "them. To have all of the budget for the layers, exchange gradients in each backward")
+        if not self._standing:
+            self._too_large += (f". This is with {kept}: exchange gradients in each backward, and the budget "
+                                "needs no room for them")
+        self._standing = standing
+        for signature in self._signatures.values():
+            signature.rest, signature.is_shared = None, False
+        for follower, chosen in self._chosen.items():
+            chosen.update({part: (part.first, part.example) for part in chosen})
+            follower.cache.follow([p for _, p in chosen.values()])
+
+    def _warn_over(self, now: Signature, then: str) -> None:
         """Warn if the step that was measured has exceeded the budget."""
         budget = 0 if now.rest is None else self.planning.budget.of(now.rest.plain)
         taken, now.taken = now.taken, 0
@@ -548,7 +549,7 @@ class Sharded(OneBudget):
             warn(f"{self._type} is sharded: the step that was measured has taken {taken:,} bytes of the "
                  f"budget of {budget:,}. {then}")
 
-    def _share(self, now: _Signature) -> None:
+    def _share(self, now: Signature) -> None:
         """Share the budget out among the calls of a step. Raises `InfeasibleBudget`: the plans that take
         least together are followed then."""
         parts = {part for _, part in now.observed}
