@@ -51,6 +51,33 @@ def sharded_layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in layers if not is_one_operation(m)] or layers
 
 
+def own_bytes(model: nn.Module, units: Sequence[nn.Module]) -> int:
+    """Return the bytes of a sharded model's own parameters, which are gathered for the whole step.
+
+    `units`: its outermost sharded modules.
+    """
+    inside = {m for unit in units for m in unit.modules()}
+    return sum(p.nbytes for m in model.modules() if m not in inside for p in m.parameters(recurse=False))
+
+
+def advice_to_shard(model: nn.Module, units: Sequence[nn.Module]) -> str:
+    """Return advice on modules of a sharded model that should be sharded by themselves, with a place for the
+    model's name; empty if there are none. `units`: its outermost sharded modules."""
+    advice = ""
+    own, inside = own_bytes(model, units), {m for unit in units for m in unit.modules()}
+    if own > sum(p.nbytes for p in model.parameters()) // 20:
+        large = [name for name, m in model.named_modules() if name and m not in inside
+                 and sum(p.nbytes for p in m.parameters(recurse=False)) > own // 20]
+        advice += (
+            f". {own:,} bytes are parameters of {{name}} itself ({', '.join(large) or 'its own'}), which are "
+            "gathered for the whole step: give these modules a fully_shard of their own, before that of "
+            "{name} (an embedding alone; a head together with its loss, as one module)")
+    if units and is_one_operation(units[-1]):
+        advice += (". The last sharded module is one operation, so that the loss after it has no plan: shard "
+                   "a head together with its loss, as one module")
+    return advice
+
+
 # -- Calls that are observed -----------------------------------------------------------------------
 
 

@@ -48,9 +48,10 @@ from rkmate.runtime.one_budget import (
     Part,
     Rest,
     Shared,
+    advice_to_shard,
     drop_beginning,
-    is_one_operation,
     is_unobserved,
+    own_bytes,
     refuse_what_would_run_twice,
     undisturbed,
 )
@@ -168,18 +169,7 @@ class Sharded(OneBudget):
             m in above.modules() for above in model.modules()
             if above not in (m, model) and is_sharded(above))]
         """The outermost sharded modules."""
-        own, inside = self._own_bytes(), {m for unit in self.units for m in unit.modules()}
-        if own > sum(p.nbytes for p in model.parameters()) // 20:
-            large = [name for name, m in model.named_modules() if name and m not in inside
-                     and sum(p.nbytes for p in m.parameters(recurse=False)) > own // 20]
-            self._too_large += (
-                f". {own:,} bytes are parameters of {{name}} itself ({', '.join(large) or 'its own'}), which "
-                "are gathered for the whole step: give these modules a fully_shard of their own, before that "
-                "of {name} (an embedding alone; a head together with its loss, as one module)")
-        if self.units and is_one_operation(self.units[-1]):
-            self._too_large += (
-                ". The last sharded module is one operation, so that the loss after it has no plan: shard a "
-                "head together with its loss, as one module")
+        self._too_large += advice_to_shard(model, self.units)
         self._places = [(parent, name, unit) for parent in model.modules()
                         for name, unit in submodules_of(parent).items()
                         if unit is not None and any(unit is u for u in self.units)]
@@ -247,7 +237,8 @@ class Sharded(OneBudget):
             self._forget(next(iter(self._signatures)))
         self._share_out(now, ranks_that_share(self._model) if self._steps == self._agreed else None)
         now.calls += 1
-        if now.calls > 1 and now.rest is None:
+        if now.calls > 1 and (now.rest is None or (
+                now.checks and self._standing == self._exchanges.standing)):
             self._observe(now, (args, kwargs))
         self._now = now
         try:
@@ -382,7 +373,8 @@ class Sharded(OneBudget):
         follower.cache.follow([p for _, p in chosen.values()])
         self._close()
         if self._now is not None:               # the next step is measured (again)
-            self._now.rest, self._now.is_shared, self._now.calls = None, False, 1
+            self._now.start_again()
+            self._now.calls = 1
 
     def _new_part(self, follower: Follower, key: Guards, args: tuple[Any, ...],
                   kwargs: dict[str, Any]) -> Part:
@@ -413,16 +405,10 @@ class Sharded(OneBudget):
         cast(dict[Any, Any], traced.tensors).clear()         # they belong to this call
         return part
 
-    def _own_bytes(self) -> int:
-        """Return the bytes of the model's own parameters, gathered for the whole step."""
-        inside = {m for unit in self.units for m in unit.modules()}
-        return sum(p.nbytes for m in self._model.modules() if m not in inside
-                   for p in m.parameters(recurse=False))
-
     def _about(self) -> int:
         """Return the bytes that the planned calls of a step would save without recomputation, and those of
         the model's own parameters."""
-        return self._own_bytes() + sum(
+        return own_bytes(self._model, self.units) + sum(
             part.whole.saved for chosen in self._chosen.values() for part in chosen)
 
     def _is_surely_too_large(self, loss: Part) -> bool:
@@ -431,7 +417,7 @@ class Sharded(OneBudget):
         budget = self.planning.budget.of(self._about() + loss.whole.saved + loss.whole.extra)
         layers = sum(part.least_saved for chosen in self._chosen.values() for part in chosen)
         least = min(w.saved + w.extra for w in loss.forms[0].ways)
-        return self._own_bytes() + layers + least > _SURELY * budget
+        return own_bytes(self._model, self.units) + layers + least > _SURELY * budget
 
     # -- a step ---------------------------------------------------------------------------
 
@@ -441,8 +427,9 @@ class Sharded(OneBudget):
             self._step = now, Observed(place.parts_meter(), self._exchanges.standing)
             self._until = register_optimizer_step_pre_hook(lambda *_: self._close())
         except MeterError as error:
-            self._warn_once("meter", f"the step of {self._type} cannot be measured now, and its sharded "
-                            f"layers hold as little as they can until it is: {error}")
+            if now.rest is None:
+                self._warn_once("meter", f"the step of {self._type} cannot be measured now, and its sharded "
+                                f"layers hold as little as they can until it is: {error}")
 
     def _close(self) -> None:
         """End the observation of a step, and note what it has shown."""
@@ -451,7 +438,8 @@ class Sharded(OneBudget):
         (signature, step), self._step = self._step, None
         self._until.remove()
         step.close()
-        signature.note(step, self._exchanges.are_kept_whole)
+        signature.note(step, self._exchanges.are_kept_whole, 0 if signature.rest is None
+                       else self.planning.budget.of(signature.rest.plain))
 
     @contextmanager
     def running(self, follower: Follower) -> Iterator[None]:
@@ -496,7 +484,7 @@ class Sharded(OneBudget):
                 with shows_signs(alone=ranks is None):
                     self._share(now)
             except InfeasibleBudget as error:
-                if ranks is None and several_ranks():   # others may wait for this rank in a collective
+                if ranks is None and (several_ranks() or now.checked):  # others wait in a collective
                     warn(f"{error}. Its steps take that")
                     now.taken = 0
                 else:
@@ -536,7 +524,7 @@ class Sharded(OneBudget):
                                 "needs no room for them")
         self._standing = standing
         for signature in self._signatures.values():
-            signature.rest, signature.is_shared = None, False
+            signature.start_again()
         for follower, chosen in self._chosen.items():
             chosen.update({part: (part.first, part.example) for part in chosen})
             follower.cache.follow([p for _, p in chosen.values()])
@@ -578,6 +566,7 @@ class Sharded(OneBudget):
             self._follow(tuple(calls), share_out(error.minimum_bytes or 0))
             raise
         self._follow(tuple(calls), shared)
+        now.begin_checks()
         logger.warning("%s is sharded: from this step on, a step takes about %s bytes of the budget of %s. "
                        "Outside of all plans are up to %s bytes (gathered parameters, their gradients, "
                        "buffers of the exchange)", self._type, f"{max(rest.early, shared.taken):,}",

@@ -6,6 +6,7 @@ is measured from moment to moment, and what the planned calls hold at each is ta
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rkmate.device.protocol import PartsMeter
+from rkmate.device.events import give_way_by
+from rkmate.device.protocol import PartsMeter, thread_of
 from rkmate.planners.several_calls import Moment, Way
 from rkmate.runtime.module import PlannedModule
 from rkmate.runtime.observed_step import MOST
@@ -26,6 +28,9 @@ from rkmate.runtime.segments import Call
 from rkmate.torch_seam.dtensor import is_dtensor, local_part
 from rkmate.torch_seam.modules import is_sharded
 from rkmate.torch_seam.tensors import after_backward
+
+CHECKS = 3
+"""Steps that follow the shared budget and are measured, until one keeps to it."""
 
 
 @dataclass
@@ -49,17 +54,47 @@ class Signature:
     """What earlier measurements have shown, if it was too much."""
     taken: int = 0
     """Bytes that the measured step has taken on this rank."""
+    checks: int = 0
+    """Steps that are still measured, at most, to check those that follow the shared budget."""
+    checked: Rest | None = None
+    """What these have shown."""
+    over: int = 0
+    """Bytes that these have taken, at least; 0 before the first of them."""
 
-    def note(self, step: Observed, kept_whole: bool) -> None:
+    def start_again(self) -> None:
+        """Forget what was measured: the next step is measured again."""
+        self.rest, self.is_shared, self.checks, self.checked = None, False, 0, None
+
+    def note(self, step: Observed, kept_whole: bool, budget: int) -> None:
         """Note what a measured step has shown. `kept_whole`: whether it has exchanged no gradients. Steps are
         measured until one has, as that takes buffers, and lets whole gradients go."""
         found = step.rest()
+        if self.is_shared:
+            self._check(found, step.peak, budget)
+            return
         if found is not None and self.unexchanged is not None:
             found = found.together(self.unexchanged)
         self.rest, self.unexchanged = (None, found) if kept_whole else (found, None)
         if found is not None:
             self.observed = [(follower, part) for follower, part, _ in step.calls]
             self.taken = max(self.taken, step.peak)
+
+
+    def begin_checks(self) -> None:
+        """Note that the next step follows the shared budget."""
+        self.checks, self.over = 0 if self.checked else CHECKS, 0
+
+    def _check(self, found: Rest | None, peak: int, budget: int) -> None:
+        """Note what a step has shown that follows the shared budget. If all that are measured exceed it, what
+        they have shown counts for the next ones: gloo's threads may let go of buffers late in one of them."""
+        first, self.checks = not self.over, self.checks - 1
+        if found is None or self.rest is None:
+            return
+        self.over, self.checked = peak if first else min(peak, self.over), found.least(self.checked)
+        if self.over <= budget:
+            self.checks = 0
+        elif not self.checks:
+            self.rest, self.is_shared, self.taken = self.rest.together(self.checked), False, self.over
 
 
 class Exchanges:
@@ -128,6 +163,7 @@ class Observed:
         """`standing`: bytes that were in memory when the step began, and belong to it. Raises `MeterError`
         where something else measures."""
         self._meter, self._standing = meter, standing
+        self._thread = thread_of(meter)
         self._session = ExitStack()
         self._session.enter_context(meter.running())
         self._stretch = ExitStack()
@@ -161,7 +197,7 @@ class Observed:
         def began(grads: Any) -> None:
             if not self._waits:
                 self._waits = True
-                after_backward(self._end)
+                after_backward(self._backward_over)
             self._holding.pop(number, None)
             self._next(number)
             if begins is not None:
@@ -175,10 +211,18 @@ class Observed:
         call.begins, call.finished = began, over
 
     def _end(self) -> None:
-        """The backward is over. The measurement goes on: what a thread has begun, autograd's engine gives it
-        back after this."""
         self._is_over = True
         self._stretch.close()
+
+    def _backward_over(self) -> None:
+        """The backward is over. The measurement goes on, until another one begins: what a thread has begun,
+        autograd's engine gives it back after this."""
+        self._end()
+        give_way_by(self._give_way)
+
+    def _give_way(self) -> None:
+        if self._thread in (None, threading.get_ident()):
+            self._session.close()
 
     def close(self) -> None:
         """End the measurement."""

@@ -226,6 +226,28 @@ def _accumulated(rank: int) -> dict[str, Any]:
             "whole": sum(p.nbytes for p in net.parameters()), "said": [str(w.message) for w in said]}
 
 
+def _larger(rank: int) -> dict[str, Any]:
+    """Keep more outside of all plans once the budget is shared out."""
+    net, more, kept = _made("head by itself"), 2 * 2**20, []
+    budget = int(0.65 * max(_plain("head by itself", rank)[1]))
+    rkmate.apply(net, budget=budget, progress=False, settings=QUICK)
+    peaks = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for k in range(8):
+            def step() -> None:
+                loss = net(torch.zeros(8, 32, dtype=torch.long))
+                kept.append(torch.zeros(more, dtype=torch.uint8) if k > 1 else None)
+                loss.backward()
+                kept.clear()
+            if k < 6:
+                step()
+            else:
+                peaks.append(devices.of(torch.zeros(1)).measure_peak(step).peak)
+            net.zero_grad()
+    return {"peaks": peaks, "budget": budget, "said": [str(w.message) for w in said]}
+
+
 def _measured(rank: int) -> dict[str, Any]:
     """Plan with measured costs, on a processor that seems to have small caches: no buffer empties them."""
     net = _made("plain")
@@ -242,7 +264,7 @@ TIGHT = {"plain": 0.5, "head by itself": 0.5}
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{kind: functools.partial(_planned, kind=kind, share=share) for kind, share in KINDS.items()},
     **{kind: functools.partial(_planned, kind=kind, share=share) for kind, share in TIGHT.items()},
-    "refused": _refused, "accumulated": _accumulated, "measured": _measured}
+    "refused": _refused, "accumulated": _accumulated, "larger": _larger, "measured": _measured}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -290,6 +312,13 @@ def test_whole_gradients_that_wait_for_an_exchange_count(found: Found) -> None:
         assert min(mine["peaks"]) <= mine["budget"], mine       # gloo's threads let go of buffers late
         assert any(f"{mine['whole']:,} bytes" in text and f"{mine['budget']:,} bytes" in text
                    for text in mine["said"]), mine["said"]
+
+
+def test_a_step_that_takes_more_than_its_plans_is_seen(found: Found) -> None:
+    for mine in found["larger"]:
+        assert "failed" not in mine, mine["failed"]
+        assert any("has taken" in text and f"{mine['budget']:,}" in text for text in mine["said"]), mine
+        assert min(mine["peaks"]) <= mine["budget"], mine       # gloo's threads let go of buffers late
 
 
 def test_the_first_step_takes_no_buffer_to_empty_caches(found: Found) -> None:
