@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import statistics
 import time
 from collections import Counter
@@ -19,6 +20,8 @@ from rkmate.ir.cd import CDGraph
 from rkmate.measure.settings import MeasureSettings
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.nodes import VALUE
+
+logger = logging.getLogger("rkmate")
 
 # -- Caches ----------------------------------------------------------------------------------------
 #
@@ -53,12 +56,25 @@ class Caches:
         self._bytes = device.cache_bytes
         self._buffer = torch.empty(self._bytes * 5 // 4, dtype=torch.uint8, device=device.torch_device)
 
+    def tell_if_over(self, limit: int) -> None:
+        """Say, once for each limit, if measuring takes more than `limit` bytes because of the buffer."""
+        if self._buffer.nbytes > limit:
+            _tell_of_buffer(self._buffer.nbytes, limit)
+
     def empty(self, but: Iterable[torch.Tensor]) -> None:
         """Empty them, `but` for some tensors."""
         self._buffer.fill_(0)
         for value in but:
             if value.is_floating_point() and value.nbytes <= self._bytes // 2:
                 value.sum()
+
+
+@functools.cache
+def _tell_of_buffer(taken: int, limit: int) -> None:
+    logger.warning("measuring takes a buffer of %s bytes, as large as the processor's caches, which is more "
+                   "than the budget of %s bytes. It is gone before the step begins. To measure without it: "
+                   'Settings(measure=MeasureSettings(cold=False)), or costs="analytic"',
+                   f"{taken:,}", f"{limit:,}")
 
 
 def touched_bytes(graph: fx.Graph) -> int:
