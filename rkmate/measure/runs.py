@@ -57,9 +57,14 @@ class Caches:
         self._buffer = torch.empty(self._bytes * 5 // 4, dtype=torch.uint8, device=device.torch_device)
 
     def tell_if_over(self, limit: int) -> None:
-        """Say, once for each limit, if measuring takes more than `limit` bytes because of the buffer."""
-        if self._buffer.nbytes > limit:
-            _tell_of_buffer(self._buffer.nbytes, limit)
+        """Say, once in a process, if the buffer alone takes more than `limit` bytes."""
+        taken = self._buffer.nbytes
+        if taken > limit and taken not in _told:
+            _told.add(taken)
+            logger.warning(
+                "measuring takes a buffer of %s bytes, as large as the processor's caches, which is more than "
+                "the budget of %s bytes. It is gone before the step begins. To measure without it: "
+                'Settings(measure=MeasureSettings(cold=False)), or costs="analytic"', f"{taken:,}", f"{limit:,}")
 
     def empty(self, but: Iterable[torch.Tensor]) -> None:
         """Empty them, `but` for some tensors."""
@@ -69,12 +74,8 @@ class Caches:
                 value.sum()
 
 
-@functools.cache
-def _tell_of_buffer(taken: int, limit: int) -> None:
-    logger.warning("measuring takes a buffer of %s bytes, as large as the processor's caches, which is more "
-                   "than the budget of %s bytes. It is gone before the step begins. To measure without it: "
-                   'Settings(measure=MeasureSettings(cold=False)), or costs="analytic"',
-                   f"{taken:,}", f"{limit:,}")
+_told: set[int] = set()
+"""The sizes of buffers of which a message has said that they are larger than a budget."""
 
 
 def touched_bytes(graph: fx.Graph) -> int:
