@@ -62,9 +62,10 @@ class Caches:
         if taken > limit and taken not in _told:
             _told.add(taken)
             logger.warning(
-                "measuring takes a buffer of %s bytes, as large as the processor's caches, which is more than "
-                "the budget of %s bytes. It is gone before the step begins. To measure without it: "
-                'Settings(measure=MeasureSettings(cold=False)), or costs="analytic"', f"{taken:,}", f"{limit:,}")
+                "measuring takes a buffer of %s bytes, as large as the processor's caches, which is more "
+                "than the budget of %s bytes. It is gone before the step begins. To measure without it: "
+                'Settings(measure=MeasureSettings(cold=False)), or costs="analytic"',
+                f"{taken:,}", f"{limit:,}")
 
     def empty(self, but: Iterable[torch.Tensor]) -> None:
         """Empty them, `but` for some tensors."""
