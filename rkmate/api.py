@@ -40,8 +40,8 @@ from rkmate.runtime.apply import (
 from rkmate.runtime.kept_plans import Planning
 from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import PlannedModule
+from rkmate.runtime.one_budget import sharded_layers
 from rkmate.runtime.recorded_step import check_device
-from rkmate.runtime.sharded import sharded_layers
 from rkmate.settings import Chosen, Options, check_default_planner, check_no_settings_of_wrap, chosen
 from rkmate.show.curve import Curve
 from rkmate.show.plan import Plan

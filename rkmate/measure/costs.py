@@ -157,6 +157,8 @@ class _Runner:
         """The key under which each C node's operation is timed (other kernels: see `_others`)."""
         self.timings = Timings(device, settings)
         self.caches = Caches(device) if settings.cold else None
+        if self.caches is not None and limit is not None:
+            self.caches.tell_if_over(limit)
         self.overhead: dict[int, int] = {}
         self.peaks: dict[Any, int] = {}
         """Temporary memory and results of an operation, by what it is known by, and what is copied for it."""

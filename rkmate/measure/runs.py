@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import statistics
 import time
 from collections import Counter
@@ -19,6 +20,8 @@ from rkmate.ir.cd import CDGraph
 from rkmate.measure.settings import MeasureSettings
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.nodes import VALUE
+
+logger = logging.getLogger("rkmate")
 
 # -- Caches ----------------------------------------------------------------------------------------
 #
@@ -53,12 +56,27 @@ class Caches:
         self._bytes = device.cache_bytes
         self._buffer = torch.empty(self._bytes * 5 // 4, dtype=torch.uint8, device=device.torch_device)
 
+    def tell_if_over(self, limit: int) -> None:
+        """Say, once in a process, if the buffer alone takes more than `limit` bytes."""
+        taken = self._buffer.nbytes
+        if taken > limit and taken not in _told:
+            _told.add(taken)
+            logger.warning(
+                "measuring takes a buffer of %s bytes, as large as the processor's caches, which is more "
+                "than the budget of %s bytes. It is gone before the step begins. To measure without it: "
+                'Settings(measure=MeasureSettings(cold=False)), or costs="analytic"',
+                f"{taken:,}", f"{limit:,}")
+
     def empty(self, but: Iterable[torch.Tensor]) -> None:
         """Empty them, `but` for some tensors."""
         self._buffer.fill_(0)
         for value in but:
             if value.is_floating_point() and value.nbytes <= self._bytes // 2:
                 value.sum()
+
+
+_told: set[int] = set()
+"""The sizes of buffers of which a message has said that they are larger than a budget."""
 
 
 def touched_bytes(graph: fx.Graph) -> int:

@@ -58,7 +58,7 @@ from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.dtensor import placements_of
-from rkmate.torch_seam.modules import submodules_of
+from rkmate.torch_seam.modules import buffers_by_path, parameters_by_path, submodules_of
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.patches.autograd import region_of
 from rkmate.torch_seam.tensors import read_directly
@@ -458,8 +458,8 @@ def check_model(model: Any) -> None:
 def held_tensors(captured: Capture, model: nn.Module,
                  tensors: Sequence[torch.Tensor]) -> dict[Source, torch.Tensor]:
     """Return the tensors that the caller holds, by source. `tensors`: the inputs (`Capture.given`)."""
-    params = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    params = dict(parameters_by_path(model))
+    buffers = dict(buffers_by_path(model))
     result: dict[Source, torch.Tensor] = {}
     for source in captured.sources.values():
         if source.kind == "param":

@@ -25,9 +25,9 @@ from rkmate.runtime.kept_plans import (
     Specialization,
 )
 from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
-from rkmate.runtime.one_budget import Watch, take_watch_from
+from rkmate.runtime.one_budget import Watch, sharded_layers, take_watch_from
 from rkmate.runtime.parts import Parts
-from rkmate.runtime.sharded import Follower, Sharded, sharded_layers
+from rkmate.runtime.sharded import Follower, Sharded
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, is_sharded, own_call, replace_call

@@ -27,7 +27,7 @@ from rkmate.runtime.kept_plans import Planning, Prototype, is_alike, is_free
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import compiled_call, own_call, replace_call
+from rkmate.torch_seam.modules import compiled_call, is_sharded, own_call, replace_call
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.tensors import inside_backward, without_saved_tensor_hooks
 from rkmate.torch_seam.trace import inside_transform
@@ -41,6 +41,41 @@ def is_one_operation(module: nn.Module) -> bool:
     forward = getattr(type(module), "forward", None)        # TorchScript's classes have none
     return not isinstance(module, LARGE) and not any(True for _ in module.children()) and \
         getattr(forward, "__module__", "").startswith("torch.nn.modules.")
+
+
+def sharded_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the innermost sharded modules inside of a model, the model itself left out; without those of one
+    operation (an embedding, a head), where there are others."""
+    sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
+    layers = [m for m in sharded if not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
+    return [m for m in layers if not is_one_operation(m)] or layers
+
+
+def own_bytes(model: nn.Module, units: Sequence[nn.Module]) -> int:
+    """Return the bytes of a sharded model's own parameters, which are gathered for the whole step.
+
+    `units`: its outermost sharded modules.
+    """
+    inside = {m for unit in units for m in unit.modules()}
+    return sum(p.nbytes for m in model.modules() if m not in inside for p in m.parameters(recurse=False))
+
+
+def advice_to_shard(model: nn.Module, units: Sequence[nn.Module]) -> str:
+    """Return advice on modules of a sharded model that should be sharded by themselves, with a place for the
+    model's name; empty if there are none. `units`: its outermost sharded modules."""
+    advice = ""
+    own, inside = own_bytes(model, units), {m for unit in units for m in unit.modules()}
+    if own > sum(p.nbytes for p in model.parameters()) // 20:
+        large = [name for name, m in model.named_modules() if name and m not in inside
+                 and sum(p.nbytes for p in m.parameters(recurse=False)) > own // 20]
+        advice += (
+            f". {own:,} bytes are parameters of {{name}} itself ({', '.join(large) or 'its own'}), which are "
+            "gathered for the whole step: give these modules a fully_shard of their own, before that of "
+            "{name} (an embedding alone; a head together with its loss, as one module)")
+    if units and is_one_operation(units[-1]):
+        advice += (". The last sharded module is one operation, so that the loss after it has no plan: shard "
+                   "a head together with its loss, as one module")
+    return advice
 
 
 # -- Calls that are observed -----------------------------------------------------------------------

@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -48,13 +48,14 @@ from rkmate.runtime.one_budget import (
     Part,
     Rest,
     Shared,
+    advice_to_shard,
     drop_beginning,
-    is_one_operation,
     is_unobserved,
+    own_bytes,
     refuse_what_would_run_twice,
     undisturbed,
 )
-from rkmate.runtime.sharded_step import Observed, bounds
+from rkmate.runtime.sharded_step import Exchanges, Observed, Signature, bounds
 from rkmate.runtime.snapshot import by_content
 from rkmate.runtime.step_moments import room_for
 from rkmate.support.progress import Progress
@@ -80,17 +81,11 @@ AGAIN, CLOSE = 2, 1.5
 most this multiple of it: threads of gloo may have let go of what was exchanged late."""
 KEPT = 64
 """Signatures of the model whose plans are kept."""
+_WAITS = "waits"
+"""What a rank says whose gradients have not been exchanged yet."""
 _SURELY = 1.1
 """The multiple of an estimated budget that the first step has to exceed for a loss to be computed in chunks
 at once: from then on, last bits differ."""
-
-
-def sharded_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the innermost sharded modules inside of a model, the model itself left out; without those of one
-    operation (an embedding, a head), where there are others."""
-    sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
-    layers = [m for m in sharded if not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
-    return [m for m in layers if not is_one_operation(m)] or layers
 
 
 # -- Stubs -----------------------------------------------------------------------------------------
@@ -149,27 +144,6 @@ class Follower(PlannedModule):
         return self._reader
 
 
-@dataclass
-class _Signature:
-    """Calls of the model with equal arguments except for values."""
-
-    tail: int | bool | None = None
-    """The number of calls of sharded modules after which the rest is planned; False if it is not; None: not
-    known yet."""
-    calls: int = 0
-    """Steps that were begun."""
-    rest: Rest | None = None
-    """What is outside of all plans, once a step was measured."""
-    observed: list[tuple[Follower, Part]] = field(default_factory=list)
-    """The planned calls of the step that was measured."""
-    is_shared: bool = False
-    """Whether the budget was shared out."""
-    earlier: Rest | None = None
-    """What earlier measurements have shown, if it was too much."""
-    taken: int = 0
-    """Bytes that the measured step has taken on this rank."""
-
-
 class Sharded(OneBudget):
     """A model with sharded layers, and one budget."""
 
@@ -195,18 +169,7 @@ class Sharded(OneBudget):
             m in above.modules() for above in model.modules()
             if above not in (m, model) and is_sharded(above))]
         """The outermost sharded modules."""
-        own, inside = self._own_bytes(), {m for unit in self.units for m in unit.modules()}
-        if own > sum(p.nbytes for p in model.parameters()) // 20:
-            large = [name for name, m in model.named_modules() if name and m not in inside
-                     and sum(p.nbytes for p in m.parameters(recurse=False)) > own // 20]
-            self._too_large += (
-                f". {own:,} bytes are parameters of {{name}} itself ({', '.join(large) or 'its own'}), which "
-                "are gathered for the whole step: give these modules a fully_shard of their own, before that "
-                "of {name} (an embedding alone; a head together with its loss, as one module)")
-        if self.units and is_one_operation(self.units[-1]):
-            self._too_large += (
-                ". The last sharded module is one operation, so that the loss after it has no plan: shard a "
-                "head together with its loss, as one module")
+        self._too_large += advice_to_shard(model, self.units)
         self._places = [(parent, name, unit) for parent in model.modules()
                         for name, unit in submodules_of(parent).items()
                         if unit is not None and any(unit is u for u in self.units)]
@@ -219,13 +182,14 @@ class Sharded(OneBudget):
         self._parts: list[Part] = []
         self._chosen: dict[Follower, dict[Part, tuple[Way, Prototype]]] = {}
         """For each planned module, the schedule that it follows for each part, and the plan of it."""
-        self._signatures: dict[Any, _Signature] = {}
-        self._now: _Signature | None = None
+        self._signatures: dict[Any, Signature] = {}
+        self._now: Signature | None = None
         """The signature of the call that is running."""
-        self._step: tuple[_Signature, Observed] | None = None
+        self._step: tuple[Signature, Observed] | None = None
         self._until: RemovableHandle
         """The hook that ends the measurement before an optimizer's step."""
         self._steps, self._agreed, self._again = 0, AGREED, AGAIN
+        self._exchanges, self._standing = Exchanges(model), 0
         self._returned: list[tuple[nn.Module, list[torch.Tensor], Structure]] = []
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._serving: list[tuple[nn.Module, list[torch.Tensor], Structure]] | None = None
@@ -244,6 +208,7 @@ class Sharded(OneBudget):
     def take_away(self) -> None:
         """Leave the calls of sharded modules without plans as they were."""
         self._close()
+        self._exchanges.close()
         self._stop_watching()
 
     # -- calls of the model ---------------------------------------------------------------
@@ -258,18 +223,22 @@ class Sharded(OneBudget):
         if is_unobserved():
             return call(*args, **kwargs)
         self._steps += 1
+        self._exchanges.step_begins()
+        if self._exchanges.standing > self._standing:
+            self._make_room(self._exchanges.standing)
         if self._steps == 1:
             logger.warning("%s is sharded: this step plans its layers, and the next one is measured. Both "
                            "take as little as is known before, which may be more than the budget", self._type)
         tensors, structure, constants = take_call_apart(args, kwargs)
         key = (tuple((t.shape, t.dtype, t.requires_grad) for t in tensors), structure,
                tuple(map(by_content, constants)), self._model.training)
-        now = self._signatures.setdefault(key, _Signature())
+        now = self._signatures.setdefault(key, Signature())
         if len(self._signatures) > KEPT:
             self._forget(next(iter(self._signatures)))
         self._share_out(now, ranks_that_share(self._model) if self._steps == self._agreed else None)
         now.calls += 1
-        if now.calls > 1 and now.rest is None:
+        if now.calls > 1 and (now.rest is None or (
+                now.checks and self._standing == self._exchanges.standing)):
             self._observe(now, (args, kwargs))
         self._now = now
         try:
@@ -404,7 +373,8 @@ class Sharded(OneBudget):
         follower.cache.follow([p for _, p in chosen.values()])
         self._close()
         if self._now is not None:               # the next step is measured (again)
-            self._now.rest, self._now.is_shared, self._now.calls = None, False, 1
+            self._now.start_again()
+            self._now.calls = 1
 
     def _new_part(self, follower: Follower, key: Guards, args: tuple[Any, ...],
                   kwargs: dict[str, Any]) -> Part:
@@ -435,16 +405,10 @@ class Sharded(OneBudget):
         cast(dict[Any, Any], traced.tensors).clear()         # they belong to this call
         return part
 
-    def _own_bytes(self) -> int:
-        """Return the bytes of the model's own parameters, gathered for the whole step."""
-        inside = {m for unit in self.units for m in unit.modules()}
-        return sum(p.nbytes for m in self._model.modules() if m not in inside
-                   for p in m.parameters(recurse=False))
-
     def _about(self) -> int:
         """Return the bytes that the planned calls of a step would save without recomputation, and those of
         the model's own parameters."""
-        return self._own_bytes() + sum(
+        return own_bytes(self._model, self.units) + sum(
             part.whole.saved for chosen in self._chosen.values() for part in chosen)
 
     def _is_surely_too_large(self, loss: Part) -> bool:
@@ -453,18 +417,19 @@ class Sharded(OneBudget):
         budget = self.planning.budget.of(self._about() + loss.whole.saved + loss.whole.extra)
         layers = sum(part.least_saved for chosen in self._chosen.values() for part in chosen)
         least = min(w.saved + w.extra for w in loss.forms[0].ways)
-        return self._own_bytes() + layers + least > _SURELY * budget
+        return own_bytes(self._model, self.units) + layers + least > _SURELY * budget
 
     # -- a step ---------------------------------------------------------------------------
 
-    def _observe(self, now: _Signature, given: Any) -> None:
+    def _observe(self, now: Signature, given: Any) -> None:
         place = devices.common([*self._model.parameters(), *self._model.buffers(), *tensors_in(given)])
         try:
-            self._step = now, Observed(place.parts_meter())
+            self._step = now, Observed(place.parts_meter(), self._exchanges.standing)
             self._until = register_optimizer_step_pre_hook(lambda *_: self._close())
         except MeterError as error:
-            self._warn_once("meter", f"the step of {self._type} cannot be measured now, and its sharded "
-                            f"layers hold as little as they can until it is: {error}")
+            if now.rest is None:
+                self._warn_once("meter", f"the step of {self._type} cannot be measured now, and its sharded "
+                                f"layers hold as little as they can until it is: {error}")
 
     def _close(self) -> None:
         """End the observation of a step, and note what it has shown."""
@@ -473,23 +438,21 @@ class Sharded(OneBudget):
         (signature, step), self._step = self._step, None
         self._until.remove()
         step.close()
-        signature.rest = step.rest()
-        if signature.rest is not None:
-            signature.observed = [(follower, part) for follower, part, _ in step.calls]
-            signature.taken = step.peak
+        signature.note(step, self._exchanges.are_kept_whole, 0 if signature.rest is None
+                       else self.planning.budget.of(signature.rest.plain))
 
     @contextmanager
     def running(self, follower: Follower) -> Iterator[None]:
         """Around a planned call."""
         step = None if self._step is None or self._now is not self._step[0] else self._step[1]
-        if step is None:
-            yield
-            return
-        step.forward_begins()
+        if step is not None:
+            step.forward_begins()
         yield
-        if self._step is None:                  # given up
-            return
         opened = follower.cache.open_calls.now()
+        if opened:
+            self._exchanges.watch(opened[-1], follower.original)
+        if step is None or self._step is None:  # given up
+            return
         capture = follower.cache.latest_capture
         found = next(((part, way) for part, (way, _) in self._chosen.get(follower, {}).items()
                       if part.traced.capture is capture), None)
@@ -500,12 +463,16 @@ class Sharded(OneBudget):
 
     # -- sharing --------------------------------------------------------------------------
 
-    def _share_out(self, now: _Signature, ranks: Ranks | None) -> None:
+    def _share_out(self, now: Signature, ranks: Ranks | None) -> None:
         """Share the budget out, if a step of this signature was measured. `ranks`: all take the largest
         figures of any, and if there is no plan for one of them, all raise."""
         if ranks is not None:
             own = now.rest or next((s.rest for s in self._signatures.values() if s.rest is not None), None)
-            told = [text for text in ranks.told("" if own is None else own.row()) if text]
+            told = [text for text in ranks.told(
+                _WAITS if self._exchanges.standing else "" if own is None else own.row()) if text]
+            if _WAITS in told:
+                self._agreed += 1
+                return
             if now.rest is not None:
                 now.rest = functools.reduce(
                     Rest.together, map(now.rest.read, told), now.rest).least(now.earlier)
@@ -517,7 +484,7 @@ class Sharded(OneBudget):
                 with shows_signs(alone=ranks is None):
                     self._share(now)
             except InfeasibleBudget as error:
-                if ranks is None and several_ranks():   # others may wait for this rank in a collective
+                if ranks is None and (several_ranks() or now.checked):  # others wait in a collective
                     warn(f"{error}. Its steps take that")
                     now.taken = 0
                 else:
@@ -540,7 +507,29 @@ class Sharded(OneBudget):
             raise refused
         self._warn_over(now, "From now on, its layers have plans for that budget")
 
-    def _warn_over(self, now: _Signature, then: str) -> None:
+    def _make_room(self, standing: int) -> None:
+        """Plan again, with room for whole gradients: a step before has exchanged none. `standing`: their
+        bytes, at most."""
+        shared = [s.rest for s in self._signatures.values() if s.is_shared and s.rest is not None]
+        kept = (f"up to {standing:,} bytes of whole gradients, which stay in memory until a backward "
+                "exchanges them (set_requires_gradient_sync(True))")
+        (warn if shared else logger.warning)(
+            f"{self._type} is sharded: its last backward has exchanged no gradients, and leaves {kept}. "
+            + "".join(f"They come on top of the budget of {budget:,} bytes now. " for budget in
+                      {self.planning.budget.of(rest.plain) for rest in shared})
+            + "The next step that exchanges them is measured, and later steps have plans that leave room for "
+            "them. To have all of the budget for the layers, exchange gradients in each backward")
+        if not self._standing:
+            self._too_large += (f". This is with {kept}: exchange gradients in each backward, and the budget "
+                                "needs no room for them")
+        self._standing = standing
+        for signature in self._signatures.values():
+            signature.start_again()
+        for follower, chosen in self._chosen.items():
+            chosen.update({part: (part.first, part.example) for part in chosen})
+            follower.cache.follow([p for _, p in chosen.values()])
+
+    def _warn_over(self, now: Signature, then: str) -> None:
         """Warn if the step that was measured has exceeded the budget."""
         budget = 0 if now.rest is None else self.planning.budget.of(now.rest.plain)
         taken, now.taken = now.taken, 0
@@ -548,7 +537,7 @@ class Sharded(OneBudget):
             warn(f"{self._type} is sharded: the step that was measured has taken {taken:,} bytes of the "
                  f"budget of {budget:,}. {then}")
 
-    def _share(self, now: _Signature) -> None:
+    def _share(self, now: Signature) -> None:
         """Share the budget out among the calls of a step. Raises `InfeasibleBudget`: the plans that take
         least together are followed then."""
         parts = {part for _, part in now.observed}
@@ -577,6 +566,7 @@ class Sharded(OneBudget):
             self._follow(tuple(calls), share_out(error.minimum_bytes or 0))
             raise
         self._follow(tuple(calls), shared)
+        now.begin_checks()
         logger.warning("%s is sharded: from this step on, a step takes about %s bytes of the budget of %s. "
                        "Outside of all plans are up to %s bytes (gathered parameters, their gradients, "
                        "buffers of the exchange)", self._type, f"{max(rest.early, shared.taken):,}",

@@ -6,26 +6,164 @@ is measured from moment to moment, and what the planned calls hold at each is ta
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
-from rkmate.device.protocol import PartsMeter
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from rkmate.device.events import give_way_by
+from rkmate.device.protocol import PartsMeter, thread_of
 from rkmate.planners.several_calls import Moment, Way
 from rkmate.runtime.module import PlannedModule
 from rkmate.runtime.observed_step import MOST
 from rkmate.runtime.one_budget import Part, Rest
 from rkmate.runtime.segments import Call
+from rkmate.torch_seam.dtensor import is_dtensor, local_part
+from rkmate.torch_seam.modules import is_sharded
 from rkmate.torch_seam.tensors import after_backward
+
+CHECKS = 3
+"""Steps that follow the shared budget and are measured, until one keeps to it."""
+
+
+@dataclass
+class Signature:
+    """Calls of a sharded model with equal arguments except for values, and what its steps have shown."""
+
+    tail: int | bool | None = None
+    """The number of calls of sharded modules after which the rest is planned; False if it is not; None: not
+    known yet."""
+    calls: int = 0
+    """Steps that were begun."""
+    rest: Rest | None = None
+    """What is outside of all plans, once a step was measured that has exchanged its gradients."""
+    unexchanged: Rest | None = None
+    """What measured steps before it have shown that have exchanged no gradients."""
+    observed: list[tuple[Any, Part]] = field(default_factory=list)
+    """The planned calls of the step that was measured."""
+    is_shared: bool = False
+    """Whether the budget was shared out."""
+    earlier: Rest | None = None
+    """What earlier measurements have shown, if it was too much."""
+    taken: int = 0
+    """Bytes that the measured step has taken on this rank."""
+    checks: int = 0
+    """Steps that are still measured, at most, to check those that follow the shared budget."""
+    checked: Rest | None = None
+    """What these have shown."""
+    over: int = 0
+    """Bytes that these have taken, at least; 0 before the first of them."""
+
+    def start_again(self) -> None:
+        """Forget what was measured: the next step is measured again."""
+        self.rest, self.is_shared, self.checks, self.checked = None, False, 0, None
+
+    def note(self, step: Observed, kept_whole: bool, budget: int) -> None:
+        """Note what a measured step has shown. `kept_whole`: whether it has exchanged no gradients. Steps are
+        measured until one has, as that takes buffers, and lets whole gradients go."""
+        found = step.rest()
+        if self.is_shared:
+            self._check(found, step.peak, budget)
+            return
+        if found is not None and self.unexchanged is not None:
+            found = found.together(self.unexchanged)
+        self.rest, self.unexchanged = (None, found) if kept_whole else (found, None)
+        if found is not None:
+            self.observed = [(follower, part) for follower, part, _ in step.calls]
+            self.taken = max(self.taken, step.peak)
+
+
+    def begin_checks(self) -> None:
+        """Note that the next step follows the shared budget."""
+        self.checks, self.over = 0 if self.checked else CHECKS, 0
+
+    def _check(self, found: Rest | None, peak: int, budget: int) -> None:
+        """Note what a step has shown that follows the shared budget. If all that are measured exceed it, what
+        they have shown counts for the next ones: gloo's threads may let go of buffers late in one of them."""
+        first, self.checks = not self.over, self.checks - 1
+        if found is None or self.rest is None:
+            return
+        self.over, self.checked = peak if first else min(peak, self.over), found.least(self.checked)
+        if self.over <= budget:
+            self.checks = 0
+        elif not self.checks:
+            self.rest, self.is_shared, self.taken = self.rest.together(self.checked), False, self.over
+
+
+class Exchanges:
+    """Sees whether backwards exchange the gradients of sharded parameters. FSDP2 keeps the whole gradients of
+    a backward that does not (`set_requires_gradient_sync(False)`) on each rank until one does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
+        """For the id of each parameter, the parameter, and a hook that runs when it gets its gradient."""
+        self._came = self._exchanged = False
+        self._local = 1.0
+        self.standing = 0
+        """Bytes of whole gradients that were in memory when the step began, at most."""
+
+    def step_begins(self) -> None:
+        """Note that a step begins."""
+        if self._came:
+            self.standing = self._whole_bytes() if self.are_kept_whole else 0
+        self._came = self._exchanged = False
+        for module in filter(is_sharded, self._model.modules()):
+            for p in module.parameters():
+                known = self._hooks.get(id(p))
+                if p.requires_grad and is_dtensor(p) and (known is None or known[0]() is not p):
+                    self._hooks[id(p)] = weakref.ref(p), p.register_post_accumulate_grad_hook(self._note)
+
+    @property
+    def are_kept_whole(self) -> bool:
+        """Whether the backward of this step has come, and has exchanged no gradients."""
+        return self._came and not self._exchanged and bool(self._hooks)
+
+    def watch(self, call: Call, layer: nn.Module) -> None:
+        """Note, after the forward of a planned call, when its backward is over. `layer`: gathered now."""
+        own = [p for p in layer.parameters() if p.requires_grad]
+        held = sum((local_part(p.detach()) if is_dtensor(p) else p).numel() for p in own)
+        self._local = min(self._local, held / max(1, sum(p.numel() for p in own)) or 1.0)
+        finished = call.finished
+
+        def over() -> None:
+            self._came = True
+            if finished is not None:
+                finished()
+
+        call.finished = over
+
+    def _note(self, _: torch.Tensor) -> None:
+        self._exchanged = True
+
+    def _whole_bytes(self) -> int:
+        """Return the bytes of all whole gradients, if they have the types of the sharded parameters. Those of
+        a parameter that is tensor-parallel as well are parts."""
+        known = [p for ref, _ in self._hooks.values() if (p := ref()) is not None]
+        return int(self._local * sum(p.numel() * p.element_size() for p in known))
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for _, hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
 
 
 class Observed:
     """A step in which memory is measured from moment to moment."""
 
-    def __init__(self, meter: PartsMeter) -> None:
-        """Raises `MeterError` where something else measures."""
-        self._meter = meter
+    def __init__(self, meter: PartsMeter, standing: int) -> None:
+        """`standing`: bytes that were in memory when the step began, and belong to it. Raises `MeterError`
+        where something else measures."""
+        self._meter, self._standing = meter, standing
+        self._thread = thread_of(meter)
         self._session = ExitStack()
         self._session.enter_context(meter.running())
         self._stretch = ExitStack()
@@ -59,7 +197,7 @@ class Observed:
         def began(grads: Any) -> None:
             if not self._waits:
                 self._waits = True
-                after_backward(self._end)
+                after_backward(self._backward_over)
             self._holding.pop(number, None)
             self._next(number)
             if begins is not None:
@@ -73,10 +211,18 @@ class Observed:
         call.begins, call.finished = began, over
 
     def _end(self) -> None:
-        """The backward is over. The measurement goes on: what a thread has begun, autograd's engine gives it
-        back after this."""
         self._is_over = True
         self._stretch.close()
+
+    def _backward_over(self) -> None:
+        """The backward is over. The measurement goes on, until another one begins: what a thread has begun,
+        autograd's engine gives it back after this."""
+        self._end()
+        give_way_by(self._give_way)
+
+    def _give_way(self) -> None:
+        if self._thread in (None, threading.get_ident()):
+            self._session.close()
 
     def close(self) -> None:
         """End the measurement."""
@@ -86,13 +232,17 @@ class Observed:
     @property
     def peak(self) -> int:
         """Bytes of the step, at most."""
-        return max((peak for _, peak in self._meter.levels().values()), default=0)
+        return max((peak for _, peak in self._levels().values()), default=0)
+
+    def _levels(self) -> dict[int, tuple[int, int]]:
+        return {k: (begin + self._standing, peak + self._standing)
+                for k, (begin, peak) in self._meter.levels().items()}
 
     def rest(self) -> Rest | None:
         """Return what was outside of all plans; None if the backward has not come to its end."""
         if not self._waits or self._holding:
             return None
-        levels = self._meter.levels()
+        levels = self._levels()
         beside = alone = early = plain = 0
         moments: dict[tuple[int | None, tuple[int, ...]], int] = {}
         least = {n: part.least_saved for n, (_, part, _) in enumerate(self.calls)}

@@ -43,6 +43,17 @@ forward_pre_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = att
 """Return the hooks before a module's forward."""
 
 
+def parameters_by_path(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return a module's parameters, each at every path that leads to it. Some classes shorten the names in
+    `named_parameters` (torch's wrapper for checkpointing does)."""
+    return list(nn.Module.named_parameters(module, remove_duplicate=False))
+
+
+def buffers_by_path(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return a module's buffers, each at every path that leads to it, whatever its class calls them."""
+    return list(nn.Module.named_buffers(module, remove_duplicate=False))
+
+
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether hooks are registered around a module's backward."""
     return any(getattr(module, name) for name in HOOK_KINDS[2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -46,6 +47,17 @@ def test_caches_are_emptied_before_each_half_of_a_block_of_a_large_step(
                 MeasureSettings(cold=cold, passes=3, repeats=1), step_bytes=2**20)
     assert device.calls > 0
     assert fills.count == (3 * 2 * len(set(blocked.texts)) if emptied else 0)
+
+
+def test_a_buffer_that_is_larger_than_the_budget_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    traced = trace(MODEL, (X,), {}, Settings(), Progress(False))
+    blocked = block(traced)
+    for limit in (5120, 5119, 5119):
+        with FakeDevice(cache_bytes=2**12):
+            measure(blocked.partition, blocked.texts, traced.tensors, CostMemory(None), step_bytes=2**20,
+                    limit=functools.partial(int, limit))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "5,120 bytes" in said and "5,119 bytes" in said
 
 
 def test_costs_of_both_kinds_are_remembered_apart() -> None:

@@ -71,6 +71,24 @@ def planned(reentrant: bool | None, fraction_of: str) -> rkmate.PlannedModule:
     return rkmate.wrap(Net(reentrant), (X,), budget=0.9, progress=False, settings=settings)
 
 
+def test_a_module_that_names_its_parameters_otherwise_has_a_plan() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    net = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.GELU(), nn.Linear(128, 1), nn.Flatten(0))
+    wrapped = checkpoint_wrapper(nn.Sequential(net, nn.Softmax(0)))
+    assert all("_checkpoint" not in name for name, _ in wrapped.named_parameters())
+
+    def gradients(module: nn.Module) -> list[torch.Tensor]:
+        module.zero_grad()
+        module(X).square().mean().backward()
+        return [p.grad for p in wrapped.parameters() if p.grad is not None]
+
+    plain = gradients(wrapped)
+    planned = rkmate.wrap(wrapped, (X,), budget=1.0, progress=False,
+                          settings=rkmate.Settings(costs="analytic"))
+    assert all(map(torch.equal, gradients(planned), plain)) and len(plain) == 6
+
+
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_fraction_is_of_the_peak_without_or_with_it(reentrant: bool) -> None:
     plain = planned(reentrant, "plain")

@@ -188,6 +188,68 @@ def _refused(rank: int) -> dict[str, Any]:
             "peaks": _trained(net, rank)[1]}
 
 
+def _accumulated(rank: int) -> dict[str, Any]:
+    """Exchange the gradients in each backward of three steps, and only in each second one from then on."""
+
+    def trained(net: _Net) -> tuple[list[torch.Tensor], list[int]]:
+        found, peaks = [], []
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for k in range(7):
+            batches = torch.randint(0, WORDS, (2 if k >= 3 else 1, 8, 32),
+                                    generator=torch.Generator().manual_seed(10 * k + rank))
+
+            def step(batches: torch.Tensor = batches) -> None:
+                for j, ids in enumerate(batches):
+                    torch.manual_seed(j)
+                    net.set_requires_gradient_sync(j == len(batches) - 1)
+                    loss = net(ids)
+                    loss.backward()
+                    found.append(loss.detach())
+
+            if k < 5:                                       # the model is measured by itself
+                step()
+            else:
+                peaks.append(devices.of(batches).measure_peak(step).peak)
+            found += [p.grad.full_tensor().clone() for p in net.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found, peaks
+
+    plain, peaks = trained(_made("head by itself"))
+    net = _made("head by itself")
+    budget = int(0.8 * max(peaks))
+    rkmate.apply(net, budget=budget, progress=False, settings=replace(QUICK, chunked_loss="never"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        mine, after = trained(net)
+    return {"equal": all(map(torch.equal, mine, plain)), "peaks": after, "budget": budget,
+            "whole": sum(p.nbytes for p in net.parameters()), "said": [str(w.message) for w in said]}
+
+
+def _larger(rank: int) -> dict[str, Any]:
+    """Keep more outside of all plans once the budget is shared out, so that a step exceeds it."""
+    net, more, kept = _made("head by itself"), 0, []
+    budget = int(0.65 * max(_plain("head by itself", rank)[1]))
+    rkmate.apply(net, budget=budget, progress=False, settings=QUICK)
+    peaks: dict[int, int] = {}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for k in range(9):
+            def step() -> None:
+                loss = net(torch.zeros(8, 32, dtype=torch.long))
+                kept.append(torch.zeros(more, dtype=torch.uint8))
+                loss.backward()
+                kept.clear()
+            if k in (2, 3, 7, 8):
+                peaks[k] = devices.of(torch.zeros(1)).measure_peak(step).peak
+            else:                                           # the model is measured by itself
+                step()
+            if k == 3:
+                more = max(0, budget - min(peaks.values())) + 3 * 2**18
+            net.zero_grad()
+    return {"peaks": [peaks[7], peaks[8]], "budget": budget, "said": [str(w.message) for w in said]}
+
+
 def _measured(rank: int) -> dict[str, Any]:
     """Plan with measured costs, on a processor that seems to have small caches: no buffer empties them."""
     net = _made("plain")
@@ -204,7 +266,7 @@ TIGHT = {"plain": 0.5, "head by itself": 0.5}
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{kind: functools.partial(_planned, kind=kind, share=share) for kind, share in KINDS.items()},
     **{kind: functools.partial(_planned, kind=kind, share=share) for kind, share in TIGHT.items()},
-    "refused": _refused, "measured": _measured}
+    "refused": _refused, "accumulated": _accumulated, "larger": _larger, "measured": _measured}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -243,6 +305,22 @@ def test_the_smallest_budget_is_met_and_each_step_above_a_budget_has_a_warning(f
         assert min(mine["peaks"]) <= mine["least"], mine        # gloo's threads let go of buffers late
         if len(mine["errors"]) == 2:                            # the smallest budget of two measurements
             assert any("is measured, too" in text for text in mine["said"]), mine
+
+
+def test_whole_gradients_that_wait_for_an_exchange_count(found: Found) -> None:
+    for mine in found["accumulated"]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine["equal"]
+        assert min(mine["peaks"]) <= mine["budget"], mine       # gloo's threads let go of buffers late
+        assert any(f"{mine['whole']:,} bytes" in text and f"{mine['budget']:,} bytes" in text
+                   for text in mine["said"]), mine["said"]
+
+
+def test_a_step_that_takes_more_than_its_plans_is_seen(found: Found) -> None:
+    for mine in found["larger"]:
+        assert "failed" not in mine, mine["failed"]
+        assert any("has taken" in text and f"{mine['budget']:,}" in text for text in mine["said"]), mine
+        assert min(mine["peaks"]) <= mine["budget"], mine       # gloo's threads let go of buffers late
 
 
 def test_the_first_step_takes_no_buffer_to_empty_caches(found: Found) -> None:

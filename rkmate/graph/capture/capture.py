@@ -54,7 +54,7 @@ from rkmate.graph.capture.values import (
 )
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import as_dtensors, local_names, local_parameters, local_results
-from rkmate.torch_seam.modules import HOOKED, buffers_of
+from rkmate.torch_seam.modules import HOOKED, buffers_by_path, buffers_of, parameters_by_path
 from rkmate.torch_seam.nodes import VALUE, descriptor
 from rkmate.torch_seam.patches.autograd import (
     ClosedOverError,
@@ -376,7 +376,7 @@ def _text_of_program(program: nn.Module, model: nn.Module) -> str:
             getattr(n.target, "namespace", "") == "aten" or n.target in (operator.getitem, note_leaves)
             for n in program.graph.nodes if n.op.startswith("call") and (n.op == "call_function" or n.users)):
         return ""
-    own = {f"model.{name}" for name, _ in model.named_buffers(remove_duplicate=False)}
+    own = {f"model.{name}" for name, _ in buffers_by_path(model)}
     return _text_of(program.graph, {name: t for name, t in program.named_buffers(remove_duplicate=False)
                                     if name not in own})
 
@@ -491,8 +491,8 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value
 def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
           inputs: Structure, structure: Structure, values: Values | None, count: int) -> Capture:
     """`count`: of the outputs."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    names = {name for name, _ in parameters_by_path(model)}
+    buffers = {name for name, _ in buffers_by_path(model)}
     held = dict(program.named_buffers(remove_duplicate=False))
     lifted = [getattr(module, n.target) for n in module.graph.nodes if n.op == "get_attr"]
     given, recipe = ({}, None) if values is None else values.found_in(

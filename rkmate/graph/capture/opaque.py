@@ -30,6 +30,7 @@ from rkmate.graph.capture.state import MISSING, PythonState
 from rkmate.graph.capture.structure import Structure, TensorForm, form_of, take_apart
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.modules import buffers_by_path, parameters_by_path
 from rkmate.torch_seam.own import OwnOperator, own_operator, register
 from rkmate.torch_seam.tensors import version_of, without_modes, without_torch_function
 from rkmate.torch_seam.trace import several_ranks, values_refused
@@ -317,7 +318,7 @@ def traced_as_one(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def _state_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return [*parameters_by_path(module), *buffers_by_path(module)]
 
 
 @contextmanager

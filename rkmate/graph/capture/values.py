@@ -40,7 +40,7 @@ from rkmate.graph.capture.recipe import (
 from rkmate.graph.capture.refusals import is_data_dependent
 from rkmate.graph.ops.losses import ctc_loss
 from rkmate.torch_seam.containers import pytree
-from rkmate.torch_seam.modules import buffers_of
+from rkmate.torch_seam.modules import buffers_by_path, buffers_of
 from rkmate.torch_seam.schema import OpOverload, schema_of
 from rkmate.torch_seam.tensors import base_of, is_unwrapped, outside_trace, storage_id, version_of
 from rkmate.torch_seam.trace import values_refused
@@ -297,7 +297,7 @@ class Values:
         """Begin a forward on these tensors."""
         self._start()
         self._held = {id(t): (t, name, version_of(t))
-                      for name, t in model.named_buffers(remove_duplicate=False)
+                      for name, t in buffers_by_path(model)
                       if name in self._buffers and t is not self._buffers[name][2]}
         self._autocast = _autocast()
         with outside_trace():

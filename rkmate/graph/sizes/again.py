@@ -30,6 +30,7 @@ from rkmate.graph.capture.opaque import Opaque
 from rkmate.graph.capture.structure import Structure, TensorForm, form_of, take_apart
 from rkmate.graph.sizes import depth
 from rkmate.graph.sizes.dry_run import Recording, dry_run
+from rkmate.torch_seam.modules import buffers_by_path, parameters_by_path
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opa
     """Return the joint graph of one training step: that of an equal call before, or a new one
     (`rkmate.graph.sizes.depth.captured`). One thread at a time. Raises `CaptureError`, `ArgumentError`."""
     tensors, inputs = take_apart((args, kwargs), result=False)
-    held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    held = [*parameters_by_path(model), *buffers_by_path(model)]
     owner = next(model.parameters(), None)
     if opaque or owner is None or not inputs.is_plain or not _are_plain([*tensors, *(t for _, t in held)]):
         return depth.captured(model, args, kwargs, opaque)[0]
