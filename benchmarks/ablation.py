@@ -52,6 +52,7 @@ from rkmate.pipeline import search, variants
 from rkmate.pipeline.attempts import Planned, bytes_of_deferred
 from rkmate.pipeline.prepare import Traced, trace
 from rkmate.planners import default
+from rkmate.planners.fit import Fitted
 from rkmate.planners.protocol import Outcome, Problem, infeasible
 from rkmate.support.progress import Progress
 
@@ -148,6 +149,10 @@ FEATURES: dict[str, Feature] = {
     "save-set": Feature("strategy of the default planner: the integer program on the whole graph",
                         _without_save_set,
                         stays="stays for its bound, from which a plan's gap comes"),
+    "fitting": Feature(
+        "a schedule of the integer program that needs more than the budget forgets what stands unused at its "
+        "peak",
+        _without("planners.save_set.fit", lambda *how: Fitted(None, 0))),
     "finishing": Feature(
         "memory that a schedule leaves unused is spent on recomputations that can go",
         _without("planners.default.finish", lambda graph, schedule, *how, **more: schedule)),
