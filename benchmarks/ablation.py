@@ -51,8 +51,10 @@ from rkmate.measure import analytic
 from rkmate.pipeline import search, variants
 from rkmate.pipeline.attempts import Planned, bytes_of_deferred
 from rkmate.pipeline.prepare import Traced, trace
-from rkmate.planners import default
+from rkmate.planners import default, save_set
+from rkmate.planners.fit import Fitted
 from rkmate.planners.protocol import Outcome, Problem, infeasible
+from rkmate.planners.save_set import SaveSet
 from rkmate.support.progress import Progress
 
 PAGE = DOCS / "ablation.md"
@@ -130,6 +132,16 @@ def _without_save_set() -> AbstractContextManager[object]:
                              lambda *how: replace(find(*how), save_set=nothing))  # type: ignore[type-var]
 
 
+@contextmanager
+def _without_fitting() -> Iterator[None]:
+    """Under another name, as what a search has found is kept by its planner's name."""
+    find, unfitted = search.find_planner, SaveSet("unfitted")
+    with mock.patch.object(save_set, "fit", return_value=Fitted(None, 0)), mock.patch.object(
+            search, "find_planner", lambda *how: replace(
+                find(*how), save_set=unfitted)):  # type: ignore[type-var]
+        yield
+
+
 def _without(function: str, instead: Callable[..., Any]) -> Off:
     return lambda: mock.patch(f"rkmate.{function}", instead)
 
@@ -148,6 +160,10 @@ FEATURES: dict[str, Feature] = {
     "save-set": Feature("strategy of the default planner: the integer program on the whole graph",
                         _without_save_set,
                         stays="stays for its bound, from which a plan's gap comes"),
+    "fitting": Feature(
+        "a schedule of the integer program that needs more than the budget forgets what stands unused at its "
+        "peak",
+        _without_fitting),
     "finishing": Feature(
         "memory that a schedule leaves unused is spent on recomputations that can go",
         _without("planners.default.finish", lambda graph, schedule, *how, **more: schedule)),
@@ -347,7 +363,8 @@ class Bench:
         return found
 
     def _plan(self, traced: Traced, budget: Budget) -> _Side:
-        shutil.rmtree(Path(os.environ["RKMATE_CACHE_DIR"]) / "options", ignore_errors=True)
+        for kept in ("options", "plans"):
+            shutil.rmtree(Path(os.environ["RKMATE_CACHE_DIR"]) / kept, ignore_errors=True)
         start = time.process_time()
         with _quiet():
             try:

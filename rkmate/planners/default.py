@@ -17,6 +17,7 @@ from typing import Literal
 from rkmate.planners import settings as planner_settings
 from rkmate.planners.chain import ChainSearch, Checkpointing, smallest_of_chain
 from rkmate.planners.finish import finish
+from rkmate.planners.fit import SIMULATIONS, fit
 from rkmate.planners.offload_search import Offloading
 from rkmate.planners.protocol import (
     Candidate,
@@ -301,6 +302,12 @@ class Default:
                 for found in found_in(problem, outcome):
                     if found.peak < least.peak:
                         least = replace(found, note=_note("save-set"))
+            done = 0
+            while not deep and done < SIMULATIONS:
+                fitted = fit(problem, least.schedule, least.peak - 1)
+                if fitted.candidate is None:
+                    break
+                least, done = replace(fitted.candidate, note=least.note), done + fitted.simulations
             return least
 
         return problem.once(("smallest", settings, self.save_set), make)

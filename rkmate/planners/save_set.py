@@ -42,6 +42,7 @@ from rkmate.ir.kernels import fastest
 from rkmate.ir.link import Link
 from rkmate.ir.schedule import Compute, Loss
 from rkmate.ir.simulate import LOSS_SCALARS
+from rkmate.planners.fit import fit
 from rkmate.planners.offload import may_be_sent, offload
 from rkmate.planners.protocol import Candidate, Outcome, Problem, best, infeasible, whole_step
 
@@ -167,6 +168,8 @@ NEAR = 1e-3, 0.05
 """A solution is good enough within this part of the step, too, and of what is known to run again at least."""
 NODES = 30
 """Branch-and-bound nodes per program, at most."""
+CLOSE = 2e-4
+"""A schedule that takes no more than this part of its time above the bound ends the search."""
 ROUND_SECONDS = 2e-5
 """Seconds, for each computation of the graph, that a program counts for besides its solve: to write it, and
 to simulate the schedule."""
@@ -373,15 +376,8 @@ class SaveSet:
             return replace(infeasible(f"a backward node alone needs {program.least_bytes:,} bytes"),
                            bound=program.seconds)
         seconds = TIME_LIMIT if time_limit is None else time_limit
-        search = problem.once_of_graph(
-            (self.name, budget, seconds, self.work, self.enough),
-            lambda: _Search(problem, program, budget, seconds, Work(self.work),
-                            self.enough - program.seconds).run())
-        found = best(search.found, budget)
-        if found.schedule is None:
-            found = replace(found, note="what is kept leaves no room for what is made again")
-        return replace(found, bound=program.seconds + search.bound, others=tuple(search.found),
-                       cut_short=search.cut_short, worked=search.work.spent)
+        search = problem.once_of_graph((self.name, budget), lambda: _Search(problem, program, budget))
+        return search.ask(seconds, self.work, self.enough - program.seconds)
 
 
 def save_set_program(problem: Problem) -> SaveSetProgram:
@@ -391,49 +387,86 @@ def save_set_program(problem: Problem) -> SaveSetProgram:
 
 
 class _Search:
-    """Programs for one budget, with more and more times, then with less and less memory."""
+    """Programs for one budget, with more and more times, then with less and less memory. Asked again for
+    longer, it goes on."""
 
-    def __init__(self, problem: Problem, program: SaveSetProgram, budget: int, seconds: float,
-                 work: Work, enough: float) -> None:
+    def __init__(self, problem: Problem, program: SaveSetProgram, budget: int) -> None:
         self.problem = problem
         self.program = program
         self.budget = budget
-        self.work = work
-        self.enough = enough
+        self.work = Work()
         self.found: list[Candidate] = []
-        self.until = time.perf_counter() + seconds
         self.bound = 0.0
-        self.cut_short = False
+        self._times: list[int] = []
+        self._memory = budget
+        self._rounds = ROUNDS
+        self._close = math.inf
+        """The bound that shows that the fastest schedule is fast enough."""
+        self._until = math.inf
+        self._ended = False
+        self._answers: dict[tuple[float, float, float], Outcome] = {}
 
-    def run(self) -> _Search:
-        """Solve the programs; returns the search, which has what was found."""
-        times: list[int] = []
-        memory = self.budget
-        for _ in range(ROUNDS):
-            left = self.until - time.perf_counter()
-            if left <= 0 or memory <= 0 or self.work.is_over:
-                break
-            self.work.spent += ROUND_SECONDS * len(self.problem.graph.c)
-            kept = self.program.solve(memory, times, time_limit=left, work=self.work, least=self.bound,
-                                      enough=self.enough)
-            if kept is None:
-                break
-            if memory == self.budget:
-                self.bound = max(self.bound, kept.bound)
-            if not kept.keep or self.bound >= self.enough:
-                break
-            found, at = self._expand(kept, times)
-            self.found.append(found)
-            if found.peak <= self.budget:
-                break
-            more = times if at is None else add_checkpoint_time(times, at)
-            if more == times or len(more) > CHECKPOINT_TIMES:
-                # The peak stands in what is made again, which the program does not see.
-                memory -= min(max(found.peak - self.budget, self.budget // 200), self.budget // 50)
-            else:
-                times = more
-        self.cut_short = self.work.is_over or time.perf_counter() >= self.until
-        return self
+    def ask(self, seconds: float, work: float, enough: float) -> Outcome:
+        """Return what is found. `seconds`: of the clock, from now on. `work`: seconds of all programs of this
+        budget, as they are counted. `enough`: a bound, in seconds of what runs again, that ends the
+        search."""
+        key = seconds, work, enough
+        if key not in self._answers:
+            self._until = time.perf_counter() + seconds
+            self.work.limit = work
+            while not (self._ended or self._is_late or self.bound >= min(enough, self._close)):
+                self._ended = not self._round(enough)
+            found = best(self.found, self.budget)
+            if found.schedule is None:
+                found = replace(found, note="what is kept leaves no room for what is made again")
+            self._answers[key] = replace(
+                found, bound=self.program.seconds + self.bound, others=tuple(self.found),
+                cut_short=not self._ended and self._is_late, worked=self.work.spent)
+        return self._answers[key]
+
+    @property
+    def _is_late(self) -> bool:
+        return self.work.is_over or time.perf_counter() >= self._until
+
+    def _round(self, enough: float) -> bool:
+        """Solve one program; returns whether there is another one to solve. One that is cut short is solved
+        again, when there is more time."""
+        if not self._rounds or self._memory <= 0:
+            return False
+        self.work.spent += ROUND_SECONDS * len(self.problem.graph.c)
+        kept = self.program.solve(
+            self._memory, self._times, time_limit=self._until - time.perf_counter(), work=self.work,
+            least=self.bound, enough=min(enough, self._close))
+        if kept is not None and self._memory == self.budget:
+            self.bound = max(self.bound, kept.bound)
+        if kept is None or not kept.keep:
+            return self._is_late or self.bound >= enough
+        found, at = self._expand(kept, self._times)
+        self.found.append(found)
+        late = self._is_late
+        self._fit(found)
+        if late:
+            return True
+        if found.peak <= self.budget:
+            return False
+        self._rounds -= 1
+        more = self._times if at is None else add_checkpoint_time(self._times, at)
+        if more == self._times or len(more) > CHECKPOINT_TIMES:
+            # The peak stands in what is made again, which the program does not see.
+            self._memory -= min(max(found.peak - self.budget, self.budget // 200), self.budget // 50)
+        else:
+            self._times = more
+        return True
+
+    def _fit(self, found: Candidate) -> None:
+        """Make a schedule fit; the search ends once its bound shows that what fits is fast enough."""
+        if found.schedule.copied:
+            return
+        fitted = fit(self.problem, found.schedule, self.budget)
+        self.work.spent += ROUND_SECONDS * len(self.problem.graph.c) * fitted.simulations
+        if fitted.candidate is not None:
+            self.found.append(fitted.candidate)
+            self._close = min(self._close, fitted.candidate.seconds / (1 + CLOSE) - self.program.seconds)
 
     def _expand(self, kept: SaveSets, times: Sequence[int]) -> tuple[Candidate, int | None]:
         """Return the schedule, and the backward node before which, or at which, its peak stands."""
@@ -443,7 +476,7 @@ class _Search:
         schedule = self.problem.schedule(order, graph.loss)
         if graph.link is not None:
             sent = offload(graph, schedule, self.budget, pinned=self.problem.pinned,
-                           reserve_at_loss=self.problem.reserve_at_loss, until=self.until)
+                           reserve_at_loss=self.problem.reserve_at_loss, until=self._until)
             if sent is not None:
                 return Candidate(sent.schedule, sent.simulation.peak, sent.simulation.seconds), None
         result = self.problem.simulate(schedule)

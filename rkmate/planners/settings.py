@@ -29,7 +29,7 @@ class PlannerSettings:
     save_set_seconds: float = 0.6
     """Seconds that the save-set program may search for a schedule of one budget."""
     first_seconds: float = 2.0
-    """Seconds that the save-set program may search again, for the first budget of a model, if it was cut
+    """Seconds that the save-set program may search in all, for the first budget of a model, if it was cut
     short and the best schedule is more than `wide_gap` above its bound, until it is no more than that; and
     for a first budget that the chain cannot meet."""
     gap_tolerance: float = 2e-4

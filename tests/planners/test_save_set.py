@@ -63,13 +63,24 @@ def test_work_ends_a_search_at_the_same_place(monkeypatch: pytest.MonkeyPatch) -
     whole = SaveSet().plan(problem, budget)
     assert whole.worked is not None and not whole.cut_short and len(whole.others) > 1
     part = whole.worked / 4
-    few = SaveSet(work=part).plan(problem, budget)
+    few = SaveSet(work=part).plan(stack(6), budget)
     assert few.cut_short and 0 < len(few.others) < len(whole.others)
     slow = functools.partial(next, itertools.count(0.0, 50.0))
     monkeypatch.setattr(save_set, "time", SimpleNamespace(perf_counter=slow))
     for work, found in ((part, few), (2 * whole.worked, whole)):
         again = SaveSet(work=work).plan(stack(6), budget, time_limit=1e4)
         assert (again.others, again.worked, again.cut_short) == (found.others, found.worked, found.cut_short)
+
+
+def test_a_search_that_was_cut_short_goes_on() -> None:
+    problem = stack(6)
+    budget = simulate(problem.graph, save_all(problem.graph)).peak * 6 // 10
+    whole = SaveSet().plan(stack(6), budget)
+    assert whole.worked is not None and whole.bound is not None
+    few, rest = (SaveSet(work=w).plan(problem, budget) for w in (whole.worked / 4, 2 * whole.worked))
+    assert few.cut_short and not rest.cut_short and rest.others[:len(few.others)] == few.others
+    assert (rest.seconds, rest.bound) == (whole.seconds, whole.bound)
+    assert SaveSet(work=whole.worked / 4).plan(problem, budget) == few
 
 
 def test_a_bound_that_is_enough_ends_a_search() -> None:
