@@ -15,8 +15,8 @@ import rkmate
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.several_calls import Way
 from rkmate.runtime.one_budget import Part, Rest
-from rkmate.runtime.sharded import AGAIN, AGREED, Sharded, _Signature
-from rkmate.runtime.sharded_step import bounds
+from rkmate.runtime.sharded import AGAIN, AGREED, Sharded
+from rkmate.runtime.sharded_step import Signature, bounds
 
 SEEN = Rest(10, 20, 30, 100)
 MOMENTS = Rest(30, 20, 10, 200, {(None, ()): 10, (0, ()): 30, (1, (0,)): 5, (None, (0, 1)): 20})
@@ -28,9 +28,10 @@ def _model(given: int, needed: Callable[[Rest], int]) -> Any:
     """A model with a budget of `given` bytes, whose smallest budget depends on a measurement."""
     found: Any = object.__new__(Sharded)
     found.planning = SimpleNamespace(budget=SimpleNamespace(of=lambda plain: given))
+    found._exchanges = SimpleNamespace(standing=0)
     found._model, found._signatures, found._agreed, found._again = nn.Linear(1, 1), {}, AGREED, AGAIN
 
-    def share(now: _Signature) -> None:
+    def share(now: Signature) -> None:
         assert now.rest is not None
         now.is_shared = True
         if needed(now.rest) > given:
@@ -46,7 +47,7 @@ def _ranks(*others: str) -> Any:
 
 
 def test_the_least_of_the_measurements_counts() -> None:
-    model, now = _model(25, lambda rest: rest.early), _Signature(rest=SEEN)
+    model, now = _model(25, lambda rest: rest.early), Signature(rest=SEEN)
     model._share_out(now, _ranks())
     assert (now.rest, now.is_shared, model._agreed) == (None, False, AGREED + 1)
     now.rest = Rest(11, 19, 24, 110)                    # a buffer was let go in time
@@ -55,7 +56,7 @@ def test_the_least_of_the_measurements_counts() -> None:
 
 
 def test_it_is_refused_after_all() -> None:
-    model, now = _model(25, lambda rest: rest.early), _Signature(rest=SEEN)
+    model, now = _model(25, lambda rest: rest.early), Signature(rest=SEEN)
     for _ in range(AGAIN):
         model._share_out(now, _ranks())
         now.rest = SEEN
@@ -65,11 +66,11 @@ def test_it_is_refused_after_all() -> None:
 
 def test_what_is_far_too_much_is_refused_at_once() -> None:
     with pytest.raises(rkmate.InfeasibleBudget, match="takes 30"):
-        _model(15, lambda rest: rest.early)._share_out(_Signature(rest=SEEN), _ranks())
+        _model(15, lambda rest: rest.early)._share_out(Signature(rest=SEEN), _ranks())
 
 
 def test_a_rank_measures_again_for_another() -> None:
-    model, now = _model(40, lambda rest: rest.early), _Signature(rest=SEEN)
+    model, now = _model(40, lambda rest: rest.early), Signature(rest=SEEN)
     told = iter([["10,20,30,100"] * 2, ["", "45,40"]])
     model._share_out(now, cast(Any, SimpleNamespace(told=lambda text: next(told))))
     assert (now.rest, now.is_shared, model._agreed) == (None, False, AGREED + 1)
@@ -94,7 +95,7 @@ def _shared(budget: int, rest: Rest, monkeypatch: pytest.MonkeyPatch) -> list[An
     found, followed, part = _model(budget, lambda rest: 0), [], _Part()
     found._type = "Model"
     found._follow = lambda calls, shared: followed.append((shared.choice.ways, shared.extras))
-    now = _Signature(rest=rest, observed=[(cast(Any, name), cast(Any, part)) for name in "ab"])
+    now = Signature(rest=rest, observed=[(cast(Any, name), cast(Any, part)) for name in "ab"])
     found._signatures = {0: now}
     try:
         Sharded._share(found, now)
