@@ -135,7 +135,8 @@ FEW_OPTIONS = OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0)
 @pytest.fixture(autouse=True)
 def impatient() -> Iterator[None]:
     """Most tests need some plan within a budget, and no better one for seconds of solving. The
-    smallest budget is the chain's: what the integer program adds to it would depend on the clock."""
+    smallest budget is the chain's, made to fit into less: what the integer program adds to it would depend on
+    the clock."""
     quick = PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0)
     with ilp_settings.DEFAULT.within(FEW_OPTIONS), planner_settings.DEFAULT.within(quick):
         yield

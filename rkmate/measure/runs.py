@@ -61,7 +61,7 @@ class Caches:
         taken = self._buffer.nbytes
         if taken > limit and taken not in _told:
             _told.add(taken)
-            logger.warning(
+            logger.info(
                 "measuring takes a buffer of %s bytes, as large as the processor's caches, which is more "
                 "than the budget of %s bytes. It is gone before the step begins. To measure without it: "
                 'Settings(measure=MeasureSettings(cold=False)), or costs="analytic"',

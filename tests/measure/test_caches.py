@@ -53,7 +53,7 @@ def test_a_buffer_that_is_larger_than_the_budget_is_told(caplog: pytest.LogCaptu
     traced = trace(MODEL, (X,), {}, Settings(), Progress(False))
     blocked = block(traced)
     for limit in (5120, 5119, 5119):
-        with FakeDevice(cache_bytes=2**12):
+        with FakeDevice(cache_bytes=2**12), caplog.at_level("INFO", logger="rkmate"):
             measure(blocked.partition, blocked.texts, traced.tensors, CostMemory(None), step_bytes=2**20,
                     limit=functools.partial(int, limit))
     (said,) = (record.getMessage() for record in caplog.records)

@@ -306,8 +306,12 @@ class PythonState:
 
     def has_hooks_of(self, other: PythonState) -> bool:
         """Return whether the modules have the same hooks at another moment."""
-        return all(_same(mine[field], its[field]) for (*_, mine), (*_, its) in zip(
-            self._modules, other._modules, strict=True) for field in HOOKS)
+        return all(_same(mine[field], its[field]) for mine, its in zip(
+            self.hooks(), other.hooks(), strict=True) for field in HOOKS)
+
+    def hooks(self) -> list[Mapping[str, Any]]:
+        """Return the registries of hooks of all modules, as they were."""
+        return [registries for *_, registries in self._modules]
 
     def restore_hooks(self) -> None:
         """Put the hooks back alone."""
