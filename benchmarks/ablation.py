@@ -47,13 +47,14 @@ import rkmate
 from rkmate.budget import Budget
 from rkmate.graph.ops.properties import is_view
 from rkmate.graph.passes import table as passes
+from rkmate.ir.schedule import Schedule
 from rkmate.measure import analytic
 from rkmate.pipeline import search, variants
 from rkmate.pipeline.attempts import Planned, bytes_of_deferred
 from rkmate.pipeline.prepare import Traced, trace
 from rkmate.planners import default, save_set
 from rkmate.planners.fit import Fitted
-from rkmate.planners.protocol import Outcome, Problem, infeasible
+from rkmate.planners.protocol import Candidate, Outcome, Problem, infeasible
 from rkmate.planners.save_set import SaveSet
 from rkmate.support.progress import Progress
 
@@ -146,6 +147,11 @@ def _without(function: str, instead: Callable[..., Any]) -> Off:
     return lambda: mock.patch(f"rkmate.{function}", instead)
 
 
+def _unfinished(problem: Problem, schedule: Schedule, budget: int) -> Candidate:
+    result = problem.simulate(schedule)
+    return Candidate(schedule, result.peak, result.seconds)
+
+
 FEATURES: dict[str, Feature] = {
     "order in blocks": Feature(
         "several orders of a block's operations are tried, and the one with the smallest peak is taken",
@@ -166,7 +172,7 @@ FEATURES: dict[str, Feature] = {
         _without_fitting),
     "finishing": Feature(
         "memory that a schedule leaves unused is spent on recomputations that can go",
-        _without("planners.default.finish", lambda graph, schedule, *how, **more: schedule)),
+        _without("planners.default.finished", _unfinished)),
     "tiles": Feature(
         "where nothing else fits, stretches of operations run a few images, rows or blocks of a sequence at "
         "a time", without={"tiles": "never"}),

@@ -116,7 +116,7 @@ STAGES = (
     ("options", "rkmate.pipeline.solve.options_of"),
     ("chain", "rkmate.pipeline.attempts.solve_more"),
     ("search", "rkmate.pipeline.attempts.ask"),
-    ("finishing", "rkmate.planners.default.finish"),
+    ("finishing", "rkmate.planners.default.finished"),
     ("plan", "rkmate.pipeline.attempts.plan_of"),
     ("larger tiles", "rkmate.pipeline.attempts.with_larger_tiles"),
     ("on disk", "rkmate.pipeline.search.recall"),

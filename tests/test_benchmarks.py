@@ -375,10 +375,10 @@ def test_every_switch_turns_something_off(on_the_path: None) -> None:
     def state() -> list[Any]:
         entries = default.table(PlannerSettings(), SaveSet())
         return [table.REWRITES, variants.VARIANTS, [e.origin for e in entries], prepare.reordered,
-                attempts.with_larger_tiles, search.find_planner, default.finish]
+                attempts.with_larger_tiles, search.find_planner, default.finished]
 
     before = state()
-    assert default.finish is finish.finish
+    assert default.finished is finish.finished
     for name, how in ablation.FEATURES.items():
         with how.off():
             assert (state() != before) is not bool(how.without), name

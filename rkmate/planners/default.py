@@ -16,7 +16,7 @@ from typing import Literal
 
 from rkmate.planners import settings as planner_settings
 from rkmate.planners.chain import ChainSearch, Checkpointing, smallest_of_chain
-from rkmate.planners.finish import finish
+from rkmate.planners.finish import finished
 from rkmate.planners.fit import SIMULATIONS, fit
 from rkmate.planners.offload_search import Offloading
 from rkmate.planners.protocol import (
@@ -362,10 +362,8 @@ class _Search:
         pending = sorted(self.pending, key=lambda c: (c.seconds, c.peak))
         hopeful = [c for c in pending if c.seconds <= HOPELESS * pending[0].seconds]
         for c in hopeful if self._above_bound(near) else pending[:1]:
-            schedule = finish(self.problem.graph, c.schedule, self.budget, pinned=self.problem.pinned,
-                              reserve_at_loss=self.problem.reserve_at_loss)
-            result = self.problem.simulate(schedule)
-            self.found.append(replace(c, schedule=schedule, peak=result.peak, seconds=result.seconds))
+            done = finished(self.problem, c.schedule, self.budget)
+            self.found.append(replace(c, schedule=done.schedule, peak=done.peak, seconds=done.seconds))
         self.pending.clear()
 
     def _above_bound(self, gap: float) -> bool:

@@ -16,6 +16,7 @@ from rkmate.ir import recompute
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Compute, Loss, Schedule, as_wished, freed_after, from_order
 from rkmate.ir.simulate import simulate
+from rkmate.planners.protocol import Candidate, Problem
 
 _ROUNDS = 8
 
@@ -43,6 +44,14 @@ def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[
             return best
         best, found = shorter, after
     return best
+
+
+def finished(problem: Problem, schedule: Schedule, budget: int) -> Candidate:
+    """Return what `finish` makes of a schedule within the budget, with its simulated figures."""
+    schedule = finish(problem.graph, schedule, budget, pinned=problem.pinned,
+                      reserve_at_loss=problem.reserve_at_loss)
+    result = problem.simulate(schedule)
+    return Candidate(schedule, result.peak, result.seconds)
 
 
 def without_runs(schedule: Schedule, places: set[int]) -> tuple[list[int], int]:

@@ -16,7 +16,7 @@ from rkmate.ir.cd import CDGraph
 from rkmate.ir.recompute import missing_nodes
 from rkmate.ir.schedule import Compute, Free, Schedule
 from rkmate.ir.simulate import Simulation
-from rkmate.planners.finish import finish, without_waste
+from rkmate.planners.finish import finished, without_waste
 from rkmate.planners.protocol import Candidate, Problem
 
 SIMULATIONS = 80
@@ -53,9 +53,7 @@ def fit(problem: Problem, schedule: Schedule, budget: int) -> Fitted:
                 break
         else:
             return Fitted(None, done)
-    schedule = finish(graph, schedule, budget, pinned=pinned, reserve_at_loss=problem.reserve_at_loss)
-    result = problem.simulate(schedule)
-    return Fitted(Candidate(schedule, result.peak, result.seconds), done + 1)
+    return Fitted(finished(problem, schedule, budget), done + 1)
 
 
 def _above(result: Simulation, budget: int) -> int:
@@ -70,13 +68,16 @@ def _choices(problem: Problem, schedule: Schedule, result: Simulation, budget: i
     graph, order, pinned = problem.graph, schedule.order, frozenset(problem.pinned)
     there, before, position, busy = _memory(graph, schedule, result.peak_at)
     missing = result.peak - budget
+    comes: dict[int, int] = {}          # the place of the next computation that reads or makes a value
+    for k in range(position, len(order)):
+        for j in (*graph.c[order[k]].inputs, *graph.c[order[k]].outputs):
+            comes.setdefault(j, k)
     found: list[tuple[float, int, int, set[int]]] = []
     for j in there.difference(busy, pinned, graph.decided, graph.inputs):
         made = graph.producer[j]
         if made is None or made >= graph.loss or (position <= schedule.loss_at and j in graph.outputs):
             continue
-        reader = next((k for k in range(position, len(order))
-                       if order[k] == made or j in graph.c[order[k]].inputs), None)
+        reader = comes.get(j)
         if reader is None or order[reader] == made:
             continue
         again = missing_nodes(graph, (j,), before[reader] - {j} | pinned)
@@ -122,4 +123,3 @@ def _memory(graph: CDGraph, schedule: Schedule, at: int
     step = schedule.steps[at]
     node = graph.c[step.c] if isinstance(step, Compute) else None
     return there, before, position, set() if node is None else {*node.inputs, *node.outputs}
-

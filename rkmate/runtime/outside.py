@@ -149,7 +149,7 @@ class InARow:
         self._first: list[tuple[int | None, Callable[[], bool]]] = []
         """Storages of the first call's inputs, and whether each still lives."""
         self._new: dict[int, Callable[[], bool]] = {}
-        """Those inputs of the first call for which the latest call has tensors of this step."""
+        """Inputs of the first call for which the latest call has tensors of this step."""
 
     def begin_call(self, signature: Hashable, planned: int, inputs: Sequence[torch.Tensor],
                    device: torch.device) -> None:

@@ -79,7 +79,6 @@ class Signature:
             self.observed = [(follower, part) for follower, part, _ in step.calls]
             self.taken = max(self.taken, step.peak)
 
-
     def begin_checks(self) -> None:
         """Note that the next step follows the shared budget."""
         self.checks, self.over = 0 if self.checked else CHECKS, 0
