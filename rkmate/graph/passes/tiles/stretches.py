@@ -9,7 +9,7 @@ before, in a pass over tiles that computes the stretch up to the norm once more.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from rkmate.graph.passes.tiles.matching import Matcher
 from rkmate.graph.passes.tiles.norms import moved_on, norm_of
 from rkmate.graph.passes.tiles.pieces import shape_of, value_of
 from rkmate.graph.passes.tiles.rewrite import call_meta, item_of, put_in_order
+from rkmate.graph.passes.tiles.scales import PRODUCTS, gradient_of_scale, move_behind, scaled_operands
 from rkmate.graph.passes.tiles.stretch import (
     STATISTICS,
     Key,
@@ -47,17 +48,31 @@ def tile_stretches(joint: Joint) -> None:
     forward = [n for n in joint.graph.nodes if not is_backward(n)]
     names = [n.name for n in forward if n.target in HEAVY]
     norms = names if any(norm_of(n) is not None for n in forward) else []
+    scales = names if scaled_operands([n for n in forward if n.target in PRODUCTS], joint.handed()) else []
     if "tiles" in joint.choices:
-        names, norms = [], []
+        names, norms, scales = [], [], []
         for plan in chosen(joint):
-            found = _rewrite(joint, plan) or []
+            scaled = _scaled(joint, plan)
+            found = _rewrite(joint, plan, scaled) if scaled else None
+            scales += found or []
+            found = found or _rewrite(joint, plan) or []
             names += found
             norms += found if plan.labels.mixing.intersection(plan.nodes) else []
     joint.concerned["tiles"] = tuple(dict.fromkeys(names))
+    joint.concerned["tiled-scales"] = tuple(dict.fromkeys(scales))
     joint.concerned["tiled-norms"] = tuple(dict.fromkeys(norms))
 
 
 # -- A stretch of the joint graph ------------------------------------------------------------------
+
+
+def _scaled(joint: Joint, plan: Plan) -> list[fx.Node]:
+    """Return the operations before a stretch that scale what its products read, where scales are to be moved
+    behind the products."""
+    labels = plan.labels
+    products = [n for n in plan.nodes if n.target in PRODUCTS and labels.dims.get(n) == 1]
+    found = scaled_operands(products, joint.handed()) if "tiled-scales" in joint.choices else []
+    return found if not any(n in labels for n in found) else []
 
 
 def extracted(labels: Labels, nodes: Sequence[fx.Node], trained: Collection[fx.Node]) -> Stretch:
@@ -94,7 +109,7 @@ def _views_of_wholes(labels: Labels, nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the views of other values that a stretch alone reads, and reads whole: with them, gradients of
     the values themselves are added up."""
     found: list[fx.Node] = []
-    needs = [need for node in nodes for need in labels.needs[node]]
+    needs = [need for node in nodes for need in labels.needs.get(node, ())]
     cut = {n for n, band in needs if band is not None}
     for view in (n for n, _ in needs if n not in cut):
         chain: list[fx.Node] = []
@@ -116,10 +131,10 @@ def _trained(joint: Joint) -> set[fx.Node]:
             and n.meta[VALUE].is_floating_point()}
 
 
-def _rewrite(joint: Joint, plan: Plan) -> list[str] | None:
+def _rewrite(joint: Joint, plan: Plan, scaled: Sequence[fx.Node] = ()) -> list[str] | None:
     """Let a stretch run in tiles. Returns the names of its weights; None, and nothing is changed, where it
-    cannot run so."""
-    stretch = extracted(plan.labels, plan.nodes, _trained(joint))
+    cannot run so. `scaled`: see `_scaled`."""
+    stretch = extracted(plan.labels, [*scaled, *plan.nodes], _trained(joint))
     _find_results(joint, stretch)
     if not stretch.results:
         return None
@@ -127,6 +142,13 @@ def _rewrite(joint: Joint, plan: Plan) -> list[str] | None:
     if matched is None:
         return None
     entering, groups = matched
+    apart: list[_OfScale] = []
+    if scaled:
+        scales = move_behind(stretch, scaled)
+        split = None if scales is None else _without_scales(groups, scales)
+        if split is None:
+            return None
+        groups, apart = split
     # The first gradient may take the memory of one that enters.
     like = {(shape_of(r), value_of(r).dtype) for r, _ in entering}
     groups.sort(key=lambda g: -bytes_of(g[1]) if (shape_of(g[1]), value_of(g[1]).dtype) in like else 0)
@@ -150,7 +172,12 @@ def _rewrite(joint: Joint, plan: Plan) -> list[str] | None:
         known = _count(joint, stretch, list(norms), counted)
     _call(joint, *_with(forward, known), (), results, backward=False)
     if backward is not None:
-        _call(joint, *_with(backward, known), [g for _, g in entering], [c for _, c in groups], backward=True)
+        made = _call(joint, *_with(backward, known), [g for _, g in entering], [c for _, c in groups],
+                     backward=True)
+        for scale, source, gradient in apart:
+            of_source = made[[ports for ports, _ in groups].index([source])]
+            joint.replace(gradient, *_written_out(joint, gradient_of_scale, [source.of, scale.of, of_source],
+                                                  call_meta([gradient], backward=True)))
     put_in_order(joint.graph)
     of = [looked_at(p.of) for p in stretch.ports.values()]
     return [joint.name(n) for n in of if n in joint.sources and joint.sources[n].kind == "param"]
@@ -268,6 +295,22 @@ def _together(joint: Joint, matcher: Matcher, leaving: _Groups, between: set[fx.
     return found, sums
 
 
+_OfScale = tuple[Port, Port, fx.Node]
+"""A scale of rows, what it scales, and its gradient."""
+
+
+def _without_scales(groups: _Groups, scales: Mapping[Port, Port]) -> tuple[_Groups, list[_OfScale]] | None:
+    """Return the gradients that tiles compute, and those of scales of rows, which follow from them; None
+    where they do not."""
+    apart = [(ports[0], scales[ports[0]], gradient) for ports, gradient in groups if ports[0] in scales]
+    rest = [(ports, gradient) for ports, gradient in groups if ports[0] not in scales]
+    alone = [ports for ports, _ in groups if len(ports) == 1]
+    if all(scale.of.target is aten.rsqrt.default and [scale] in alone and [source] in alone
+           for scale, source, _ in apart) and not any(p in scales for ports, _ in rest for p in ports):
+        return rest, apart
+    return None
+
+
 def _with(made: tuple[Any, list[Key]], known: Mapping[fx.Node, fx.Node]) -> tuple[Any, list[fx.Node]]:
     """Return a computation in tiles and its arguments. `known`: statistics of norms in the joint graph."""
     return made[0], [known.get(of, of) for of, _ in made[1]]
@@ -287,27 +330,36 @@ def _count(joint: Joint, stretch: Stretch, norms: Sequence[fx.Node], made: tuple
         if norm.running is None:
             continue
         given = [*norm.running, *(known[p.of] for p in stretch.statistics(node))]
-        moved = operations_of(moved_on(norm), [n.meta[VALUE] for n in given])
-        copies = dict(zip([n for n in moved.nodes if n.op == "placeholder"], given, strict=True))
         replaced = stretch.statistics_of[stretch.origin[node]]
-        with joint.graph.inserting_after(given[-1]):
-            for n in [n for n in moved.nodes if n.op == "call_function"]:
-                copies[n] = joint.graph.node_copy(n, copies.__getitem__)
-                copies[n].meta = call_meta(whole, backward=False) | {VALUE: n.meta[VALUE]}
-        output: Any = moved.output_node().args[0]
-        for k, n in zip((3, 4), output, strict=True):
+        for k, n in zip((3, 4), _written_out(joint, moved_on(norm), given, call_meta(whole, backward=False)),
+                        strict=True):
             if k in replaced:
-                joint.replace(replaced[k], copies[n])
+                joint.replace(replaced[k], n)
     return known
 
 
+def _written_out(joint: Joint, function: Callable[..., Any], given: Sequence[fx.Node], meta: dict[str, Any],
+                 ) -> list[fx.Node]:
+    """Return a function's results, written as operations of the joint graph. `given`: its operands, of which
+    the last one is there last."""
+    written = operations_of(function, [n.meta[VALUE] for n in given])
+    copies = dict(zip([n for n in written.nodes if n.op == "placeholder"], given, strict=True))
+    with joint.graph.inserting_after(given[-1]):
+        for n in [n for n in written.nodes if n.op == "call_function"]:
+            copies[n] = joint.graph.node_copy(n, copies.__getitem__)
+            copies[n].meta = meta | {VALUE: n.meta[VALUE]}
+    output: Any = written.output_node().args[0]
+    return [copies[n] for n in (output if isinstance(output, (tuple, list)) else [output])]
+
+
 def _call(joint: Joint, banded: Any, args: Sequence[fx.Node], more: Sequence[fx.Node],
-          results: Sequence[fx.Node], *, backward: bool) -> None:
-    """Let a computation in tiles take the place of what makes some values."""
+          results: Sequence[fx.Node], *, backward: bool) -> list[fx.Node]:
+    """Let a computation in tiles take the place of what makes some values. Returns its results."""
     items = _called(joint, banded, [*args, *more], results, backward=backward)
     for k, result in enumerate(results):
         joint.replace(result, items[k])
     put_in_order(joint.graph)
+    return items
 
 
 def _called(joint: Joint, banded: Any, args: Sequence[fx.Node], results: Sequence[fx.Node], *,
