@@ -97,8 +97,7 @@ class Traced:
     outside: int = 0
     """Bytes that the caller makes of the outputs, and holds during the backward, if a step has shown some."""
     measured_by: Callable[[Blocked, Callable[[], Costs]], Costs] | None = None
-    """Calls what measures, on several ranks at once, and returns the costs of the slowest; None: this process
-    measures alone."""
+    """Calls what measures, on all ranks at once, and returns the slowest's costs; None: on this one alone."""
     until: float = math.inf
     """When planning should be over, by `time.perf_counter`; infinite where only its searches have a limit."""
 
@@ -321,8 +320,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
         captured = as_there(captured, device.torch_device)
     return Traced(type(model).__name__, captured, trained_outputs(captured, trains),
                   held_tensors(captured, model, captured.given(arguments)), device.torch_device,
-                  _children(model),
-                  settings, progress, time.perf_counter() - start, origin_of(model, args, kwargs), prefix)
+                  _children(model), settings, progress, time.perf_counter() - start,
+                  origin_of(model, args, kwargs), prefix)
 
 
 @planning_lock

@@ -181,7 +181,7 @@ def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
         Entry(ChainSearch(s, tries=5, count=1, quick=True), "rk-rotor", frozenset({"deep"})),
         Entry(save_set, "save-set", frozenset({"deep"}), min(s.save_set_seconds, s.deep_seconds)),
         Entry(save_set, "save-set", DETERMINED, s.save_set_seconds),
-        Entry(ChainSearch(s), "rk-rotor", DETERMINED, gap=s.gap_tolerance, finished=2),
+        Entry(ChainSearch(s), "rk-rotor", DETERMINED, gap=s.chain_gap, finished=2),
         Entry(Checkpointing(), "sequential", frozenset({*DETERMINED, "deep"}), gap=s.gap_tolerance),
         Entry(save_set, "save-set", frozenset({"first"}), s.first_seconds, gap=s.wide_gap, after_cut=True),
         Entry(save_set, "save-set", frozenset({"below first"}), max(s.first_seconds, s.save_set_seconds)),
