@@ -176,6 +176,11 @@ FEATURES: dict[str, Feature] = {
     "tiles": Feature(
         "where nothing else fits, stretches of operations run a few images, rows or blocks of a sequence at "
         "a time", without={"tiles": "never"}),
+    "scales behind products": Feature(
+        "tiles of columns multiply by a root mean square norm's scales behind their products",
+        _without_row(variants, "VARIANTS", "tiled-scales"), models=("t5",),
+        stays="stays for what needs it: the smallest budget of two Llama blocks of 8,192 tokens "
+              "([tiles](tiles.md)) is 7.2% of eager mode's peak instead of 8.6%"),
     "grouped loss": Feature(
         "with gradients in place, a head runs in groups of rows, of which a schedule keeps some",
         _without_row(variants, "VARIANTS", "grouped-loss"),
