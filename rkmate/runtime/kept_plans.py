@@ -73,8 +73,8 @@ class Executable:
     """Number of nodes of the graph that it runs over."""
     recorded: RecordedStep | None = None
     """The recorded step, if steps are recorded and one was."""
-    looked: bool = False
-    """Whether a step has looked for what the caller holds during its backward."""
+    looks: int = 0
+    """Calls that were looked at for what the caller holds during their backwards."""
     ran: bool = False
     """Whether a step has run as it is, before it is recorded: libraries set themselves up in it."""
 
