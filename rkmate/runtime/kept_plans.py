@@ -54,6 +54,9 @@ class Planning:
     """Whether later steps are planned for as many calls before a backward as were seen in one."""
     engines: Engines | None = None
     """Engines that copy data away, if other modules share them; None: the module's own."""
+    more_calls: Callable[[], None] | None = None
+    """Told of a step that makes more calls before a backward than fit in the budget of its plans, for a part
+    of a model whose steps are measured. None: a warning tells of it, or later steps are planned for it."""
     over: Callable[[InfeasibleBudget], None] | None = None
     """Told of a call for which the budget is too small: it gets the smallest budget that can be met. None: it
     is refused."""

@@ -523,15 +523,19 @@ class Parts(OneBudget):
         self._put(module, replace(self.planning, budget=Budget(bytes=room + extra + left),
                                   settings=settings, shared_inputs=kind.known_shared,
                                   over=functools.partial(self._refused, module, room=room + extra + left),
+                                  more_calls=self._have_measured,
                                   calls_at_once=sum(m is module for k, *_ in found for m, _ in k.calls)),
                   tuple(plan for _, plan, _ in found), self._refused)
 
+    def _have_measured(self) -> None:
+        """Have the next step measured: it may take more than its budget."""
+        self._to_measure = max(self._to_measure, 1)
+
     def _refused(self, module: nn.Module, error: RkmateError, *, room: int | None = None) -> None:
-        """A call of a part cannot be planned, and runs as it is. `room`: it follows a plan that needs more
-        than these bytes."""
+        """A call of a part runs as it is, or follows a plan that needs more than some bytes (`room`)."""
         if room is not None and isinstance(error, InfeasibleBudget):
             self._more += error.minimum_bytes - room
-        self._to_measure = max(self._to_measure, 1)
+        self._have_measured()
         name = self._name(module)
         self._warn_once(name, f"a call of {name} differs from the planned ones, and " + (
             f"runs as it is: {error}" if room is None else f"has the smallest plan that there is: {error}"))

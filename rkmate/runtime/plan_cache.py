@@ -17,6 +17,7 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
+from rkmate.device import MeterError
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
@@ -82,7 +83,8 @@ class PlanCache:
         """The last that is kept, where it was also found last: compared with a call before that is hashed."""
         self._lock = threading.RLock()
         self._warned = False
-        self.open_calls = OpenCalls(planning.calls_at_once, counts=planning.counts_calls)
+        self.open_calls = OpenCalls(planning.calls_at_once, counts=planning.counts_calls,
+                                    more_calls=planning.more_calls)
         # Parts have a share of a known step.
         self.in_a_row = InARow(self.model, looks=planning.settings.loss_bytes is None)
         self.new_sizes = NewSizes()
@@ -550,11 +552,19 @@ class PlanCache:
         saved = [p for p in self._saved if not p.deferred or traced.settings.deferred_outputs != "never"]
         planned = like.planned if like is not None else \
             follow(traced, plan, of_rank=bool(groups_of(traced.capture.graph))) if plan is not None else \
-            (follow_any(traced, saved) if saved else None) or \
-            (plan_that_fits(traced, budget, self.planning.planner, known, measured=not derived)
-             if known else None)
-        derived = derived and planned is not None
-        planned = planned or make_plan(traced, budget, self.planning.planner)
+            follow_any(traced, saved) if saved else None
+        if planned is None:
+            try:
+                planned = plan_that_fits(traced, budget, self.planning.planner, known,
+                                         measured=not derived) if known else None
+                derived = derived and planned is not None
+                planned = planned or make_plan(traced, budget, self.planning.planner)
+            except MeterError as error:     # somebody measures, or profiles
+                warn(f"{traced.name} cannot be measured now, and its plan counts on estimates: {error}. The "
+                     "temporary memory of some operations comes on top of the budget: make the plan before "
+                     "(call the module once, with arguments of these sizes)")
+                derived, estimates = True, replace(traced.settings, costs="analytic")
+                planned = make_plan(replace(traced, settings=estimates), budget, self.planning.planner)
         prepared, plan = planned.prepared, planned.plan
         labels = [b.label for b in prepared.infos]
         compile_all(prepared.partition.program.operation, traced.progress)

@@ -367,11 +367,14 @@ BACKWARDS = 2
 class OpenCalls:
     """Knows the open calls of one module by weak references: those whose outputs are gone do not count."""
 
-    def __init__(self, expected: int = 1, *, counts: bool = False) -> None:
+    def __init__(self, expected: int = 1, *, counts: bool = False,
+                 more_calls: Callable[[], None] | None = None) -> None:
         """`expected`: calls at once that the budget counts anyway. `counts`: note how many calls a step
-        makes, so that later steps are planned for them, rather than warn."""
+        makes, so that later steps are planned for them, rather than warn. `more_calls`: called rather than
+        warn."""
         self._expected = expected
         self._counts = counts
+        self._more_calls = more_calls
         self.added = 0
         """Forwards that have run."""
         self.seen = 1
@@ -430,6 +433,9 @@ class OpenCalls:
         self._told.add(calls)
         if self._counts:
             self.count(calls)
+            return
+        if self._more_calls is not None:
+            self._more_calls()
             return
         planned = "one call" if plan.calls == 1 else f"{plan.calls} calls"
         warn(f"{calls} calls of this module before a backward: the step takes about {together:,} bytes "

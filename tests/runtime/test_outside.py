@@ -163,6 +163,17 @@ def test_what_cannot_be_measured_is_said(loss: Loss, words: str, caplog: pytest.
         _applied(loss, caplog)
 
 
+def test_a_plan_that_is_made_while_a_profiler_runs_counts_on_estimates() -> None:
+    plain, model = net(), net()
+    rkmate.apply(model, budget=0.8, progress=False)
+    with torch.autograd.profiler.profile(), pytest.warns(rkmate.RkmateWarning, match="counts on estimates"):
+        stepping(model, torch.sum)()
+    stepping(plain, torch.sum)()
+    assert rkmate.applied(model).has_plan
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(  # type: ignore[arg-type]
+        plain.parameters(), model.parameters(), strict=True))
+
+
 def test_a_measurement_ends_where_no_backward_comes() -> None:
     model = net()
     rkmate.apply(model, budget=10**8, progress=False, settings=rkmate.Settings(costs="analytic"))
