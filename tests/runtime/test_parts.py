@@ -297,8 +297,8 @@ def against_each_other(model: Any) -> torch.Tensor:
 
 
 def in_a_cycle(model: Any) -> torch.Tensor:
-    """What one network makes goes to two others, each of which uses it more than once; then one of the two has
-    a backward of its own, of two calls."""
+    """What one network makes goes to two others, which use it more than once. One of them then has a backward
+    of its own, of two calls."""
     made = model["there"](X)
     (F.l1_loss(model["back"](made), X) + F.softplus(-model["judge"](made)).mean()).backward()
     return F.softplus(model["judge"](made.detach())).mean() + F.softplus(-model["judge"](X)).mean()
