@@ -686,6 +686,21 @@ def test_a_result_that_several_parts_take() -> None:
     assert peak(model, in_a_cycle, 4) <= int(0.8 * whole)
 
 
+def test_why_nothing_of_a_step_by_methods_is_planned() -> None:
+    """The weights of two losses are made of their gradients."""
+    def weighted(model: Any) -> torch.Tensor:
+        made, first = model.decode(model.encode(X)), model.encoder[0].up.weight
+        losses = F.mse_loss(made, X), made.square().mean()
+        one, other = (torch.autograd.grad(x, first, retain_graph=True)[0].norm() for x in losses)
+        return losses[0] + (one / other).detach() * losses[1]
+
+    model = Coder()
+    plain = copy.deepcopy(model)
+    applied(model, 0.8)
+    with pytest.warns(rkmate.RkmateWarning, match="Not planned: .*retain_graph=True.*add the losses up"):
+        same_steps(plain, model, weighted)
+
+
 def test_named_parts_and_never() -> None:
     model = Stack([Layer() for _ in range(4)])
     plain = copy.deepcopy(model)
