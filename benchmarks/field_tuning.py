@@ -76,9 +76,9 @@ def _changing(make: Callable[[], Any], before: Callable[[Any, int], Any] = lambd
             loss = loss_of(m(**batch))
             loss.backward()
             optimizer.step()
+            after(model, number)
             optimizer.zero_grad()
             losses.append(loss.item())
-            after(model, number)
         return losses
     return Task(model, lambda m: loss_of(m(**batch)), train=train)
 
