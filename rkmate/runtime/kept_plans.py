@@ -54,6 +54,9 @@ class Planning:
     """Whether later steps are planned for as many calls before a backward as were seen in one."""
     engines: Engines | None = None
     """Engines that copy data away, if other modules share them; None: the module's own."""
+    more_calls: Callable[[], None] | None = None
+    """Told of a step that makes more calls before a backward than fit in the budget of its plans, for a part
+    of a model whose steps are measured. None: a warning tells of it, or later steps are planned for it."""
     over: Callable[[InfeasibleBudget], None] | None = None
     """Told of a call for which the budget is too small: it gets the smallest budget that can be met. None: it
     is refused."""
@@ -73,8 +76,8 @@ class Executable:
     """Number of nodes of the graph that it runs over."""
     recorded: RecordedStep | None = None
     """The recorded step, if steps are recorded and one was."""
-    looked: bool = False
-    """Whether a step has looked for what the caller holds during its backward."""
+    looks: int = 0
+    """Calls that were looked at for what the caller holds during their backwards."""
     ran: bool = False
     """Whether a step has run as it is, before it is recorded: libraries set themselves up in it."""
 

@@ -76,7 +76,8 @@ class PartCall:
     """Of each argument tensor, the node that it comes from, and which result of that it is; until the forward
     is over."""
     shared: set[int] = field(default_factory=set)
-    """Numbers of the argument tensors that others use, too, and contribute gradients to."""
+    """Numbers of the argument tensors that others use, too, and contribute gradients to; or may: the caller,
+    where a tensor comes from outside of the module's call."""
     level: int = 0
     """Bytes that the rest held when it began."""
     peak: int = 0
@@ -414,7 +415,7 @@ class ObservedStep:
     # -- the backward ---------------------------------------------------------------------
 
     def _follow(self, begin: Sequence[Any], end: set[Any]) -> None:
-        """Observe the nodes from some on, up to others."""
+        """Observe the nodes from some on, up to others, which come from outside of the call."""
         ids: dict[Any, int] = {}
         order: list[Any] = []
         todo = [n for n, _ in begin]
@@ -437,7 +438,7 @@ class ObservedStep:
                 if made is not None and made[0] in ids:
                     results[ids[made[0]]].append((call, k))
             call.shared |= {k for k, source in enumerate(call.sources)
-                            if source is not None and users[source] - {call.number}}
+                            if source is not None and (source[0] in end or users[source] - {call.number})}
             call.sources = []
             call.places = [-1 if made is None else made[1] for made in call.outputs]
             call.outputs, call.edges = [], set()

@@ -29,7 +29,7 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.device import MeterError
-from rkmate.ir.simulate import LOSS_SCALARS
+from rkmate.ir.simulate import LOSS_SCALARS, lasting_of_loss
 from rkmate.runtime.observed_step import key_of
 from rkmate.runtime.segments import Call, saved_by
 from rkmate.show.plan import Plan
@@ -45,6 +45,8 @@ MORE = 5, 3
 """The memory of another loss, as a ratio to that of a usual one."""
 MANY = 100
 """Operations between forward and backward that are more than a loss: other models."""
+LOOKS = 8
+"""Calls under a plan that are looked at, at most, until one is found whose backward begins first."""
 STEPS_IN_A_ROW = 3
 """Steps that are looked at, at most, for what finished calls leave with the caller."""
 
@@ -238,7 +240,20 @@ def _operations(begin: Sequence[Any]) -> list[str]:
 def is_over(seen: Outside, plan: Plan) -> bool:
     """Return whether a plan has no room for the memory that a step has shown."""
     return seen.held - LOSS_SCALARS > plan.budget_bytes - plan.peak_bytes or not (
-        seen.is_usual or saved_by(plan) + of_more(plan.graph.reserve_at_loss) <= plan.budget_bytes)
+        seen.is_usual or plan.calls * saved_by(plan) + of_more(room_for_loss(plan)) <= plan.budget_bytes)
+
+
+def room_for_loss(plan: Plan) -> int:
+    """Return the bytes that a plan leaves for the loss of all its calls."""
+    others = lasting_of_loss(plan.graph.cd, plan.graph.reserve_at_loss)
+    return plan.graph.reserve_at_loss + (plan.calls - 1) * others
+
+
+def loss_of_call(loss: int, plan: Plan) -> int:
+    """Return the bytes to leave for the loss of one call, so that all calls of a plan leave some for the
+    loss."""
+    grads = plan.graph.cd.bytes(plan.graph.cd.output_grads)
+    return -(-(loss + (plan.calls - 1) * grads) // plan.calls)
 
 
 class Needs(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +126,13 @@ class Kind:
             return 1.0, 1.0
         return sum(mine) / len(mine) / captured, max(mine) / captured
 
+    def look_at_backwards(self) -> None:
+        """Have no plans if a step takes several backwards of one call."""
+        if any(n > 1 for _, call in self.calls for n in call.backwards.values()):
+            self.part, self.why = None, (
+                "a step takes several backwards of one call of it (retain_graph=True), and a plan's "
+                "activations serve one: add the losses up, or call it once for each loss")
+
     @property
     def shared(self) -> frozenset[int]:
         """Numbers of the arguments that others contribute gradients to."""
@@ -154,6 +161,12 @@ def kind_key(module: nn.Module) -> object:
     return (type(module), module.training, getattr(forward, "__func__", forward),
             tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()),
             tuple((n, type(m)) for n, m in module.named_modules()))
+
+
+def why_not(kinds: Iterable[Kind]) -> str:
+    """Return which kinds have no plans, and why, for a message; empty if all have some."""
+    reasons = "; ".join(dict.fromkeys(f"{k.name}: {k.why}" for k in kinds if k.why))
+    return reasons and f"Not planned: {reasons}"
 
 
 def modules_of(model: nn.Module, kind: Kind, kinds: Sequence[Kind],

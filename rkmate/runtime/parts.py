@@ -48,6 +48,7 @@ from rkmate.runtime.part_kinds import (
     modules_of,
     outermost,
     sizes_in,
+    why_not,
 )
 from rkmate.runtime.step_moments import STEPS, SeenStep, bounds, kept_of, room_for, seen
 from rkmate.support.planning_lock import planning_lock
@@ -331,9 +332,7 @@ class Parts(OneBudget):
         unseen = [m for m in self._watched if id(m) not in self._seen]
         self._stop_watching()
         for kind in self._kinds:
-            if any(n > 1 for _, call in kind.calls for n in call.backwards.values()):
-                kind.part, kind.why = None, ("a step takes several backwards of one call of it "
-                                               "(retain_graph=True), and a plan's activations serve one")
+            kind.look_at_backwards()
         saved = {key: sum(k.saved for k in alike) for key, alike in self._alike.items() if alike}
         kinds = [k for k in self._kinds if k.part is not None and k.calls and k.taught
                  and (saved[k.key] >= WORTH * step.kept or k.is_checkpointed)]
@@ -482,14 +481,14 @@ class Parts(OneBudget):
 
     def _nothing_worth(self, step: ObservedStep) -> None:
         """No part of the step is worth a plan."""
-        error = self._error
+        error, why = self._error, why_not(self._kinds)
         self._forget()
         self.active = bool(self.named)
         if error is not None:
             raise error
         if step.kept > WORTH * self.planning.budget.of(step.peak):
             warn(f"{self._type} is called through other methods than its forward, and nothing of that can be "
-                 f"planned: it keeps {step.kept:,} bytes for the backward, outside of the budget")
+                 f"planned: it keeps {step.kept:,} bytes for the backward, outside of the budget. {why}")
 
     def _measured(self, kind: Kind, budget: int) -> Part:
         """Return what was captured of a kind, with its schedules. `budget`: bytes that measuring may take."""
@@ -523,15 +522,19 @@ class Parts(OneBudget):
         self._put(module, replace(self.planning, budget=Budget(bytes=room + extra + left),
                                   settings=settings, shared_inputs=kind.known_shared,
                                   over=functools.partial(self._refused, module, room=room + extra + left),
+                                  more_calls=self._have_measured,
                                   calls_at_once=sum(m is module for k, *_ in found for m, _ in k.calls)),
                   tuple(plan for _, plan, _ in found), self._refused)
 
+    def _have_measured(self) -> None:
+        """Have the next step measured: it may take more than its budget."""
+        self._to_measure = max(self._to_measure, 1)
+
     def _refused(self, module: nn.Module, error: RkmateError, *, room: int | None = None) -> None:
-        """A call of a part cannot be planned, and runs as it is. `room`: it follows a plan that needs more
-        than these bytes."""
+        """A call of a part runs as it is, or follows a plan that needs more than some bytes (`room`)."""
         if room is not None and isinstance(error, InfeasibleBudget):
             self._more += error.minimum_bytes - room
-        self._to_measure = max(self._to_measure, 1)
+        self._have_measured()
         name = self._name(module)
         self._warn_once(name, f"a call of {name} differs from the planned ones, and " + (
             f"runs as it is: {error}" if room is None else f"has the smallest plan that there is: {error}"))
@@ -558,7 +561,7 @@ class Parts(OneBudget):
             names = list(dict.fromkeys(self._name(m) for _, m in mine))
             several = f" to {names[-1]}, {len(names)} in all" if len(names) > 1 else ""
             parts.append(f"{names[0]}{several} ({mine[0][0].name})")
-        why = "; ".join(dict.fromkeys(f"{k.name}: {k.why}" for k in self._kinds if k.why))
+        why = why_not(self._kinds)
         kept = max(asked.step.kept, sum(k.saved for k in self._kinds))
         logger.warning(
             "%s is planned by parts: %s. That is %.0f%% of the %s bytes that a step as it is keeps for its "
@@ -566,7 +569,7 @@ class Parts(OneBudget):
             self._type, ", ".join(parts), 100 * sum(k.saved for k in asked.kinds) / max(1, kept), f"{kept:,}",
             f"{max((m.bytes for m in asked.moments), default=asked.rest.beside):,}",
             f"{shared.taken:,}", f"{shared.budget:,}",
-            f". Not planned: {why}" if why else "")
+            f". {why}" if why else "")
 
     def _name(self, module: nn.Module) -> str:
         return next((n for n, m in self._model.named_modules() if m is module), type(module).__name__)

@@ -17,6 +17,7 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
+from rkmate.device import MeterError
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
@@ -41,18 +42,21 @@ from rkmate.runtime.guards import FlagGuards, Guards, changing, differing
 from rkmate.runtime.kept_plans import Executable, Planning, Prototype, Specialization, TangentMask
 from rkmate.runtime.lengths import MEMBERS, Member, NewSizes, alike, comparable, compare, derive
 from rkmate.runtime.outside import (
+    LOOKS,
     MANY,
     BetweenMeter,
     InARow,
     Outside,
     OutsideWatch,
     is_over,
+    loss_of_call,
     needs_of,
+    room_for_loss,
     warn_of_others,
     warn_of_row,
 )
 from rkmate.runtime.recorded_step import RecordedStep, check_plan
-from rkmate.runtime.segments import Call, OpenCalls, saved_by
+from rkmate.runtime.segments import Call, OpenCalls, saved_by, taken_by
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import gc_pause, planning_lock
 from rkmate.support.progress import Progress
@@ -79,7 +83,8 @@ class PlanCache:
         """The last that is kept, where it was also found last: compared with a call before that is hashed."""
         self._lock = threading.RLock()
         self._warned = False
-        self.open_calls = OpenCalls(planning.calls_at_once, counts=planning.counts_calls)
+        self.open_calls = OpenCalls(planning.calls_at_once, counts=planning.counts_calls,
+                                    more_calls=planning.more_calls)
         # Parts have a share of a known step.
         self.in_a_row = InARow(self.model, looks=planning.settings.loss_bytes is None)
         self.new_sizes = NewSizes()
@@ -291,35 +296,44 @@ class PlanCache:
     def _for_calls_seen(self, known: Specialization, tensors: Sequence[torch.Tensor],
                         before: int) -> Executable:
         """Return a plan for the number of calls before a backward that an earlier step made. From now on,
-        all plans are for this number. If the budget is too small for it, warn, and plan for `before`
-        calls."""
+        all plans are for this number. If the budget is too small for it, warn, follow the smallest plan in
+        such calls, and plan others for `before` calls."""
         calls = self.open_calls.seen
         with planning_lock:
             self._plan_for_calls(calls)
             try:
                 found = self.current(known, tensors)
             except InfeasibleBudget as error:
+                for_all = known.traced
                 self._plan_for_calls(before)
                 self.open_calls.warn_from_now_on()
-                warn(f"the module is called {calls} times before a backward, and no plan for {calls} calls "
-                     f"keeps to the budget: {error}. Steps follow plans for {before}, and exceed the budget")
-                return self.current(known, tensors)
+                found = self.current(known, tensors)
+                smallest = self._smallest(known, for_all, tensors, error)
+                words = f"the module is called {calls} times before a backward, and no plan for {calls} " \
+                        f"calls keeps to the budget: {error}. Steps follow"
+                if smallest is None or smallest.plan.peak_bytes >= taken_by(found.plan, calls):
+                    warn(f"{words} plans for {before}, and exceed the budget")
+                    return found
+                known.executables[smallest.compiled.wanted] = smallest
+                warn(f"{words} the smallest plan, and take about {smallest.plan.peak_bytes:,} bytes")
+                return smallest
         logger.warning("the module is called %d times before a backward: from this step on, plans are for %d "
-                       "calls, within %s bytes (the first step, planned for %d, took more)", calls, calls,
-                       f"{found.plan.budget_bytes:,}", before)
+                       "calls, within %s bytes (the first steps, planned for %d, may have taken more)", calls,
+                       calls, f"{found.plan.budget_bytes:,}", before)
         return found
 
     def look_outside(self, call: Call, known: Specialization, ready: Executable) -> None:
         """Look, once for each plan, at what the caller makes of the outputs of a call whose forward has
-        returned, before its backward. If the plan has no room for it, the next forward is planned anew."""
+        returned, before its backward. If the plan has no room for it, the next forward is planned anew.
+        If several calls are open, the latest one is looked at, whose backward begins first."""
         settings, plan = known.traced.settings, ready.plan
         self._look_for_finished_calls(call, known, ready)
-        looked = ready.looked or settings.loss_bytes is not None
+        looked = ready.looks >= LOOKS or settings.loss_bytes is not None
         if not self.planning.counts_calls or (looked and not known.has_others) or self._saved or \
-                settings.calls > 1 or self.planning.settings.loss_bytes is not None or \
-                not ready.compiled.outputs.are_large:
+                len(self.open_calls.now()) < settings.calls or \
+                self.planning.settings.loss_bytes is not None or not ready.compiled.outputs.are_large:
             return
-        ready.looked, measures, known.has_others = True, known.has_others, False
+        ready.looks, measures, known.has_others = ready.looks + 1, known.has_others, False
         number, device = self.open_calls.added, ready.compiled.device
         watch, then = OutsideWatch(device), call.begins
         meter = BetweenMeter(device, call) if measures else None
@@ -327,9 +341,13 @@ class PlanCache:
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
             if meter is not None:
                 meter.end()
-            seen = watch.end(grads)._replace(between=meter)
-            if self.open_calls.added == number and len(self.open_calls.now()) == 1:
-                if meter is not None:
+            opened = self.open_calls.now()
+            if self.open_calls.added == number:
+                ready.looks, seen = LOOKS, watch.end(grads)._replace(between=meter)
+                if len(opened) > plan.calls and (meter is not None or not seen.is_usual):
+                    self.open_calls.count(len(opened))      # the next step is looked at with plans for them
+                    known.has_others = devices.of(device).host
+                elif meter is not None:
                     known.outside = seen
                 elif seen.operations > MANY and devices.of(device).host:
                     known.has_others = True
@@ -366,7 +384,8 @@ class PlanCache:
             known.outside = Outside()
             if seen == Outside() or not executables:        # plans are for more calls now
                 return self.current(known, tensors)         # another thread was here meanwhile
-            usual = max(e.plan.graph.reserve_at_loss for e in executables.values())
+            plans = [e.plan for e in executables.values()]
+            usual = max(map(room_for_loss, plans))
             needs = needs_of(seen, usual, before.name)
             if needs is None and seen.operations <= MANY:
                 needs = needs_of(seen._replace(between=None), usual, before.name)
@@ -375,9 +394,10 @@ class PlanCache:
                 return self.current(known, tensors)
             held, loss, words, remedy = needs
             if seen.between is not None and all(
-                    saved_by(e.plan) + loss <= e.plan.budget_bytes - held for e in executables.values()):
+                    p.calls * saved_by(p) + loss <= p.budget_bytes - held for p in plans):
                 return self.current(known, tensors)
-            known.traced = replace(before, outside=held, settings=replace(before.settings, loss_bytes=loss))
+            known.traced = with_room = replace(before, outside=held, settings=replace(
+                before.settings, loss_bytes=max(loss_of_call(loss, p) for p in plans)))
             known.executables.clear()
             try:
                 found = self.current(known, tensors)
@@ -388,12 +408,33 @@ class PlanCache:
                 if known.has_others:        # this step measures what it is: the next one says so
                     return found
                 plan = found.plan
+                takes = max(plan.peak_bytes + seen.held, plan.calls * saved_by(plan) + loss)
+                smallest = self._smallest(known, with_room, tensors, error)
+                if smallest is not None and smallest.plan.peak_bytes + held < takes:
+                    known.executables[smallest.compiled.wanted] = smallest
+                    warn(f"{words}. No plan keeps to the budget with it: {error}. Steps follow the smallest "
+                         f"plan, and take about {smallest.plan.peak_bytes + held:,} bytes. {remedy}")
+                    return smallest
                 warn(f"{words}. No plan keeps to the budget with it: {error}. Steps take up to about "
-                     f"{max(plan.peak_bytes + seen.held, saved_by(plan) + loss):,} bytes with plans for "
-                     f"{plan.budget_bytes:,}, in which a usual loss has room. {remedy}")
+                     f"{takes:,} bytes with plans for {plan.budget_bytes:,}, in which a usual loss has room. "
+                     f"{remedy}")
                 return found
         logger.warning("%s: from this step on, plans leave room for that (the steps before took more than "
                        "their budget)", words)
+        return found
+
+    def _smallest(self, known: Specialization, traced: Traced, tensors: Sequence[torch.Tensor],
+                  refused: InfeasibleBudget) -> Executable | None:
+        """Return the smallest plan for a loss or a number of calls, for which an error names a budget; None
+        if the forward communicates, because ranks may have measured different losses."""
+        if groups_of(known.capture.graph):
+            return None
+        held = held_tensors(known.capture, self.model, tensors)
+        try:
+            found, _ = self._at_least(replace(traced, wanted=known.mask, tensors=held), refused)
+        except InfeasibleBudget:
+            return None
+        found.looks = LOOKS
         return found
 
     def _plan_for_calls(self, calls: int) -> None:
@@ -511,11 +552,19 @@ class PlanCache:
         saved = [p for p in self._saved if not p.deferred or traced.settings.deferred_outputs != "never"]
         planned = like.planned if like is not None else \
             follow(traced, plan, of_rank=bool(groups_of(traced.capture.graph))) if plan is not None else \
-            (follow_any(traced, saved) if saved else None) or \
-            (plan_that_fits(traced, budget, self.planning.planner, known, measured=not derived)
-             if known else None)
-        derived = derived and planned is not None
-        planned = planned or make_plan(traced, budget, self.planning.planner)
+            follow_any(traced, saved) if saved else None
+        if planned is None:
+            try:
+                planned = plan_that_fits(traced, budget, self.planning.planner, known,
+                                         measured=not derived) if known else None
+                derived = derived and planned is not None
+                planned = planned or make_plan(traced, budget, self.planning.planner)
+            except MeterError as error:     # somebody measures, or profiles
+                warn(f"{traced.name} cannot be measured now, and its plan counts on estimates: {error}. The "
+                     "temporary memory of some operations comes on top of the budget: make the plan before "
+                     "(call the module once, with arguments of these sizes)")
+                derived, estimates = True, replace(traced.settings, costs="analytic")
+                planned = make_plan(replace(traced, settings=estimates), budget, self.planning.planner)
         prepared, plan = planned.prepared, planned.plan
         labels = [b.label for b in prepared.infos]
         compile_all(prepared.partition.program.operation, traced.progress)
@@ -525,7 +574,8 @@ class PlanCache:
                            self._engines.of(prepared.device) if generated.copies else None)
         if self.planning.cuda_graph:
             check_plan(plan, step)
-        return Executable(plan, step, looked=is_given, known=KnownPlan(plan, not derived, planned.orders),
+        return Executable(plan, step, looks=LOOKS if is_given else 0,
+                          known=KnownPlan(plan, not derived, planned.orders),
                           graph_nodes=len(prepared.partition.program.joint.graph.nodes))
 
 

@@ -367,15 +367,18 @@ BACKWARDS = 2
 class OpenCalls:
     """Knows the open calls of one module by weak references: those whose outputs are gone do not count."""
 
-    def __init__(self, expected: int = 1, *, counts: bool = False) -> None:
+    def __init__(self, expected: int = 1, *, counts: bool = False,
+                 more_calls: Callable[[], None] | None = None) -> None:
         """`expected`: calls at once that the budget counts anyway. `counts`: note how many calls a step
-        makes, so that later steps are planned for them, rather than warn."""
+        makes, so that later steps are planned for them, rather than warn. `more_calls`: called rather than
+        warn."""
         self._expected = expected
         self._counts = counts
+        self._more_calls = more_calls
         self.added = 0
         """Forwards that have run."""
         self.seen = 1
-        """The most calls before a backward that were over the budget, where calls are counted."""
+        """The number of calls before a backward that later steps are planned for, where calls are counted."""
         self._calls: list[weakref.ref[Call]] = []
         self._lock = threading.Lock()
         self._looked: set[tuple[str, int, bool]] = set()
@@ -396,6 +399,11 @@ class OpenCalls:
         self._counts, self.seen = False, 1
         self._looked.clear()
         self._told.clear()
+
+    def count(self, calls: int) -> None:
+        """Have later steps planned for a number of calls, where calls are counted."""
+        if self._counts:
+            self.seen = max(self.seen, calls)
 
     def add(self, call: Call, plan: Plan) -> None:
         """Add a forward that has run, and the plan that it follows."""
@@ -419,15 +427,15 @@ class OpenCalls:
         if calls <= max(plan.calls, self._expected) or calls in self._told:
             return
         self._looked.add((plan.fingerprint, calls, forward))
-        graph = plan.graph
-        held = sum(call.env.held() for call in opened)
-        together = peak_of_calls(graph.cd, plan.schedule, calls, pinned=graph.pinned,
-                                 reserve_at_loss=graph.reserve_at_loss)
+        held, together = sum(call.env.held() for call in opened), taken_by(plan, calls)
         if (held + _of_forward(plan) if forward else together) <= plan.budget_bytes:
             return
         self._told.add(calls)
         if self._counts:
-            self.seen = max(self.seen, calls)
+            self.count(calls)
+            return
+        if self._more_calls is not None:
+            self._more_calls()
             return
         planned = "one call" if plan.calls == 1 else f"{plan.calls} calls"
         warn(f"{calls} calls of this module before a backward: the step takes about {together:,} bytes "
@@ -444,6 +452,13 @@ class OpenCalls:
                 "a plan is for %d calls of a module before a backward, and at most %d were open when its "
                 "first %d backwards began: rkmate.wrap(..., calls=%d) recomputes less within the same budget",
                 planned, self._most, self._begun, self._most)
+
+
+def taken_by(plan: Plan, calls: int) -> int:
+    """Return the peak of a step of several calls that follow a plan, in bytes."""
+    graph = plan.graph
+    return peak_of_calls(graph.cd, plan.schedule, calls, pinned=graph.pinned,
+                         reserve_at_loss=graph.reserve_at_loss)
 
 
 def saved_by(plan: Plan) -> int:

@@ -296,6 +296,14 @@ def against_each_other(model: Any) -> torch.Tensor:
     return F.softplus(-model.encode(made)).mean()
 
 
+def in_a_cycle(model: Any) -> torch.Tensor:
+    """What one network makes goes to two others, which use it more than once. One of them then has a backward
+    of its own, of two calls."""
+    made = model["there"](X)
+    (F.l1_loss(model["back"](made), X) + F.softplus(-model["judge"](made)).mean()).backward()
+    return F.softplus(model["judge"](made.detach())).mean() + F.softplus(-model["judge"](X)).mean()
+
+
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
     torch.manual_seed(0)
@@ -665,6 +673,32 @@ def test_a_step_of_several_backwards(step: Step, share: float) -> None:
             torch.testing.assert_close(found[name], expected[name])
     assert planned_parts(model) == ["encoder", "decoder"]
     assert step is penalised or max(peak(model, step, seed) for seed in range(2)) <= int(share * whole)
+
+
+def test_a_result_that_several_parts_take() -> None:
+    """Gradients are added up in the order of eager mode, and no call is said to be too many."""
+    model = nn.ModuleDict({n: nn.Sequential(Layer(), Layer()) for n in ("there", "back", "judge")})
+    plain = copy.deepcopy(model)
+    whole = peak(copy.deepcopy(model), in_a_cycle, 0)
+    applied(model, int(0.8 * whole))
+    same_steps(plain, model, in_a_cycle)
+    assert planned_parts(model) == ["there", "back", "judge"]
+    assert peak(model, in_a_cycle, 4) <= int(0.8 * whole)
+
+
+def test_why_nothing_of_a_step_by_methods_is_planned() -> None:
+    """The weights of two losses are made of their gradients."""
+    def weighted(model: Any) -> torch.Tensor:
+        made, first = model.decode(model.encode(X)), model.encoder[0].up.weight
+        losses = F.mse_loss(made, X), made.square().mean()
+        one, other = (torch.autograd.grad(x, first, retain_graph=True)[0].norm() for x in losses)
+        return losses[0] + (one / other).detach() * losses[1]
+
+    model = Coder()
+    plain = copy.deepcopy(model)
+    applied(model, 0.8)
+    with pytest.warns(rkmate.RkmateWarning, match="Not planned: .*retain_graph=True.*add the losses up"):
+        same_steps(plain, model, weighted)
 
 
 def test_named_parts_and_never() -> None:

@@ -81,6 +81,12 @@ class _Sparse(nn.Linear):
         return torch.sparse.mm(self.weight.to_sparse(), x.T)
 
 
+class _AskingSparse(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        taken = self.weight.to_sparse()
+        return x if taken._nnz() == 0 else torch.sparse.mm(taken, x.T)
+
+
 class _Leaving(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
@@ -153,6 +159,8 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "an assertion": (C, r"or leave assertions out \(python -O\)", lambda: _wrap(_Asserting(8, 8))),
     "sparse intermediate": (C, "makes a tensor with the layout torch.sparse_coo", lambda: _wrap(
         _Sparse(8, 8))),
+    "number of values of a sparse tensor": (C, r"== 0 else .* torch.sparse_coo \(_nnz\)", lambda: _wrap(
+        _AskingSparse(8, 8))),
     "a value at the end of a block": (C, r"with ExitStack\(\) as stack", lambda: _wrap(_Leaving(8, 8))),
     "data that is assigned": (C, "assigns to the .data of a tensor", lambda: _wrap(_Assigning(8, 8))),
     "another thread": (C, "compute in the thread of the caller", lambda: _wrap(_Threaded(8, 8))),

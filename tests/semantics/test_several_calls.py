@@ -204,7 +204,8 @@ def test_a_budget_that_is_too_small_for_the_calls_counted_is_said() -> None:
     with pytest.warns(rkmate.RkmateWarning) as caught:
         siamese(module, 3).backward()
     told = [str(w.message) for w in caught]
-    assert "3 times before a backward, and no plan for 3 calls" in told[0]
-    assert [text[:7] for text in told[1:]] == ["2 calls", "3 calls"]
+    assert "3 times before a backward, and no plan for 3 calls" in told[0] and len(told) == 1
     shown = rkmate.applied(module)
-    assert shown is not None and shown.plan.calls == 1
+    assert shown is not None and shown.plan.calls == 3
+    assert f"Steps follow the smallest plan, and take about {shown.plan.peak_bytes:,} bytes" in told[0]
+    assert rkmate.measure_step(module, lambda: siamese(module, 3).backward()).peak <= shown.plan.peak_bytes

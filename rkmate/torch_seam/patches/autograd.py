@@ -308,6 +308,10 @@ _REGIONS = {torch.amp.autocast_mode._enter_autocast: _enter, torch.amp.autocast_
 _NORMS = (F.batch_norm, F.instance_norm)
 _READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _WRITE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_OF_SPARSE = tuple(getattr(torch.Tensor, name) for name in (
+    "_nnz", "_indices", "_values", "indices", "values", "crow_indices", "col_indices", "ccol_indices",
+    "row_indices"))
+"""Methods that ask for the values of a sparse tensor. A sparse stand-in has none."""
 _SINGLE = (torch.Tensor, int, float, str, torch.dtype, type(None))
 _FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
@@ -323,7 +327,8 @@ def lost_tensors_refused(model: nn.Module) -> AbstractContextManager[Any]:
 
 class _Guard(TorchFunctionMode):
     """Raises `ClosedOverError` if an operation takes a closed-over tensor that requires a gradient, which the
-    trace would lose silently, or writes to a closed-over tensor, which only the trace would do.
+    trace would lose silently, or writes to a closed-over tensor, which only the trace would do; and if the
+    forward asks for the values of a sparse tensor.
 
     The tracer replaces parameters, buffers and arguments by objects of other classes.
     """
@@ -357,6 +362,10 @@ class _Guard(TorchFunctionMode):
             return found
         if func == _WRITE_DATA:
             return None if has_this_memory(*args) else self._write_data(*args)
+        if func in _OF_SPARSE and args[0].layout is not torch.strided:
+            raise ClosedOverError(f"the forward asks for the values of a tensor with the layout "
+                                  f"{args[0].layout} ({func.__name__}), which a trace does not know: compute "
+                                  "with dense tensors, or with indices (index_add, scatter)")
         given = [t for t in _leaves((*args, *kwargs.values())) if is_unwrapped(t)]
         if not given or func.__name__ == "__get__":
             return func(*args, **kwargs)
