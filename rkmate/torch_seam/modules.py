@@ -65,6 +65,15 @@ def is_sharded(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def whole_gradient_type(module: nn.Module) -> torch.dtype | None:
+    """Return the type of the whole gradients that a module sharded by `fully_shard` keeps until it exchanges
+    them; None for the type of its sharded parameters, or where torch does not tell."""
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    policy = getattr(state, "_mp_policy", None)
+    found: torch.dtype | None = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
+    return found
+
+
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return what replaces a module's call; None if nothing does."""
     return module._compiled_call_impl
