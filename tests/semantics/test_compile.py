@@ -156,6 +156,29 @@ def test_wrapping_a_compiled_module() -> None:
     assert_same_gradients(model, compiled, lambda run: run(x).pow(2).sum())
 
 
+def test_modules_that_were_compiled_in_place() -> None:
+    def loss(run: Any) -> Any:
+        return run(x).pow(2).sum()
+
+    def never(graph: Any, examples: Any) -> Any:
+        raise AssertionError
+
+    model, x = Tower(depth=3), torch.randn(8, 16)
+    expected = gradients(model, model, loss)
+    model.layers[1].compile(backend=never)
+    with pytest.warns(rkmate.RkmateWarning, match=r"Tower.layers.1 was compiled in place"):
+        module = planned(model, x)
+    torch.testing.assert_close(gradients(model, module, loss), expected, rtol=0, atol=0)
+    model.compile(backend=never)
+    call = model._compiled_call_impl
+    with pytest.warns(rkmate.RkmateWarning, match="Tower was compiled in place"):
+        rkmate.apply(model, budget=1.0, progress=False, settings=rkmate.Settings(costs="analytic"))
+    with pytest.warns(rkmate.RkmateWarning, match=r"Tower.layers.1 was compiled in place"):
+        torch.testing.assert_close(gradients(model, model, loss), expected, rtol=0, atol=0)
+    rkmate.remove(model)
+    assert model._compiled_call_impl is call
+
+
 def _refused(message: str, **options: Any) -> bool:
     with pytest.raises(rkmate.ArgumentError, match=message):
         run = rkmate.compile.backend(torch.fx.symbolic_trace(Tower()), [], options={"budget": 0.9, **options})
