@@ -265,8 +265,10 @@ class Sharded(OneBudget):
         of the rest."""
         if GIVEN in kwargs:
             return self.rest_of_forward(*args, **kwargs)
-        if self._now is None or is_unobserved():
+        if is_unobserved():
             return self._own(*args, **kwargs)
+        if self._now is None:                   # by another method (register_fsdp_forward_method)
+            return self.called(lambda *a, **k: self.forward(a, k), args, kwargs)
         self._arguments = args, kwargs
         try:
             return self._own(*args, **kwargs)
@@ -362,6 +364,10 @@ class Sharded(OneBudget):
         """Give a planned module a plan for a call that it has none for: the leanest, or what others like it
         follow."""
         model, chosen = follower.original, self._chosen.setdefault(follower, {})
+        if self._now is None:
+            self._warn_once("elsewhere", (
+                f"{self._type} is sharded, and a sharded layer is called from elsewhere than the model's "
+                "forward: no step shows what the budget leaves for it, so it holds as little as it can"))
         part = next((p for p in self._parts if p.example.fits(model, key)), None)
         if part in chosen:
             return

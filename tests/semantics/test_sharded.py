@@ -86,11 +86,11 @@ class _Net(nn.Module):
         return loss
 
 
-def _made(kind: str) -> _Net:
+def _made(kind: str, cls: type[_Net] = _Net) -> _Net:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    net, how = _Net(), {"mesh": init_device_mesh("cpu", (2,))}
+    net, how = cls(), {"mesh": init_device_mesh("cpu", (2,))}
     if kind == "bfloat16":
         how["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if kind == "gradients in bfloat16":
@@ -270,6 +270,30 @@ def _measured(rank: int) -> dict[str, Any]:
     return {"planned": all(map(_shown, net.layers))}
 
 
+def _by_methods(rank: int) -> dict[str, Any]:
+    """Call the forward of a model by another method, and a layer by itself."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    class ByMethod(_Net):
+        def loss(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.forward(ids)
+
+    net = _made("plain", ByMethod)
+    register_fsdp_forward_method(net, "loss")
+    rkmate.apply(net, budget=1000, progress=False, settings=QUICK)
+    ids, refused, said = torch.zeros(8, 32, dtype=torch.long), "", []
+    try:
+        for _ in range(STEPS):
+            net.loss(ids).backward()
+    except rkmate.InfeasibleBudget as error:
+        refused = str(error)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net.layers[0](torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+        said += [str(w.message) for w in caught]
+    return {"refused": refused, "said": said}
+
+
 KINDS = {"bfloat16": 0.8, "nested": 0.9, "low rank": 0.8}
 TIGHT = {"plain": 0.5, "head by itself": 0.5}
 """Shares for which the loss has to be computed in chunks."""
@@ -279,7 +303,8 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{kind: functools.partial(_planned, kind=kind, share=share) for kind, share in KINDS.items()},
     **{kind: functools.partial(_planned, kind=kind, share=share) for kind, share in TIGHT.items()},
     **{f"accumulated, {kind}": functools.partial(_accumulated, kind=kind) for kind in KEPT},
-    "refused": _refused, "larger": _larger, "measured": _measured}
+    "refused": _refused, "larger": _larger, "measured": _measured,
+    "by methods": _by_methods}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -343,3 +368,10 @@ def test_the_first_step_takes_no_buffer_to_empty_caches(found: Found) -> None:
     for mine in found["measured"]:
         assert "failed" not in mine, mine["failed"]
         assert mine["planned"]
+
+
+def test_a_forward_that_another_method_calls_shares_the_budget(found: Found) -> None:
+    for mine in found["by methods"]:
+        assert "failed" not in mine, mine["failed"]
+        assert "outside of all plans" in mine["refused"]
+        assert any("from elsewhere than the model's forward" in text for text in mine["said"]), mine["said"]
