@@ -83,6 +83,11 @@ class Signature:
         """Note that the next step follows the shared budget."""
         self.checks, self.over = 0 if self.checked else CHECKS, 0
 
+    def check_again(self) -> None:
+        """Measure the next steps: another model may hold more in them now."""
+        if self.is_shared:
+            self.checks, self.checked, self.over = CHECKS, None, 0
+
     def _check(self, found: Rest | None, peak: int, budget: int) -> None:
         """Note what a step has shown that follows the shared budget. If all that are measured exceed it, what
         they have shown counts for the next ones: gloo's threads may let go of buffers late in one of them."""

@@ -294,6 +294,46 @@ def _by_methods(rank: int) -> dict[str, Any]:
     return {"refused": refused, "said": said}
 
 
+def _two_models(rank: int) -> dict[str, Any]:
+    """Train a model and another one that judges what it makes: both hold data in one step."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def trained(budget: int | None) -> tuple[list[torch.Tensor], list[int]]:
+        torch.manual_seed(0)
+        found, peaks, both = [], [], nn.ModuleList(nn.Sequential(*(_Block() for _ in range(3))) for _ in "ab")
+        for net in both:
+            for module in (*net, net):
+                fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+            if budget is not None:
+                rkmate.apply(net, budget=budget, progress=False, settings=QUICK)
+        optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+        for k in range(14):
+            def step(k: int = k) -> None:
+                torch.manual_seed(10 * k + rank)
+                x = torch.randn(512, WIDTH)
+                loss = both[1](both[0](x).detach()).square().mean()
+                loss.backward()
+                found.append(loss.detach())
+                both[1](both[0](x)).mean().backward()
+
+            if k == 13:
+                peaks.append(devices.of(torch.zeros(1)).measure_peak(step).peak)
+            else:                                           # the models are measured by themselves
+                step()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*found, *(p.full_tensor() for p in both.parameters())], peaks
+
+    plain, peaks = trained(None)
+    budget = int(0.8 * peaks[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mine, after = trained(budget)
+    return {"equal": all(map(torch.equal, mine, plain)), "peaks": after, "budget": budget, "plain": peaks,
+            "said": [str(w.message) for w in caught if "has taken" in str(w.message)]}
+
+
 KINDS = {"bfloat16": 0.8, "nested": 0.9, "low rank": 0.8}
 TIGHT = {"plain": 0.5, "head by itself": 0.5}
 """Shares for which the loss has to be computed in chunks."""
@@ -304,7 +344,7 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{kind: functools.partial(_planned, kind=kind, share=share) for kind, share in TIGHT.items()},
     **{f"accumulated, {kind}": functools.partial(_accumulated, kind=kind) for kind in KEPT},
     "refused": _refused, "larger": _larger, "measured": _measured,
-    "by methods": _by_methods}
+    "by methods": _by_methods, "two models": _two_models}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -375,3 +415,10 @@ def test_a_forward_that_another_method_calls_shares_the_budget(found: Found) -> 
         assert "failed" not in mine, mine["failed"]
         assert "outside of all plans" in mine["refused"]
         assert any("from elsewhere than the model's forward" in text for text in mine["said"]), mine["said"]
+
+
+def test_models_of_one_step_look_at_each_other(found: Found) -> None:
+    for mine in found["two models"]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine["equal"]
+        assert mine["peaks"][0] <= mine["budget"] or mine["said"], mine
