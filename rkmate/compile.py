@@ -13,6 +13,7 @@ from rkmate.api import wrap
 from rkmate.budget import Budget, parse_budget
 from rkmate.errors import ArgumentError
 from rkmate.runtime.module import PlannedModule
+from rkmate.runtime.several_graphs import SeveralGraphs, StepGraph
 from rkmate.settings import OPTIONS, check_no_settings_of_wrap, chosen
 
 
@@ -20,8 +21,9 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
             options: Mapping[str, Any] | None = None, **ignored: Any) -> Callable[..., Any]:
     """Plan each graph that Dynamo captures, when it is first called with gradients.
 
-    The budget holds for each graph by itself, and so does what it may send away at once. Dynamo hands the
-    parameters over as inputs, so their gradients leave together at the end of the graph's backward.
+    All graphs whose forwards run before one backward share the budget, from the second step on; with
+    ``offload``, ``calls`` or ``budget="auto"``, each has it for itself. Dynamo hands the parameters over as
+    inputs, so their gradients leave together at the end of the graph's backward.
 
     Args:
         graph, examples: from Dynamo.
@@ -42,24 +44,33 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
     check_no_settings_of_wrap(call.settings, "the rkmate backend")
     if any(isinstance(e, (torch.SymInt, int)) for e in examples):
         raise ArgumentError("the rkmate backend plans fixed shapes: compile with dynamic=False")
-    return _Planned(graph, {"budget": budget, **call.options()})
+    _ = graph.code                  # Dynamo's graphs write their forward when it is first needed
+    step = None
+    if budget != "auto" and call.settings.offload is None and call.settings.calls == 1:
+        step = _steps.get(id(options))
+        if step is None:
+            step = _steps[id(options)] = SeveralGraphs(parse_budget(budget), call.settings, options)
+    return _Planned(graph, {"budget": budget, **call.options()}, step)
 
 
-class _Planned:
+class _Planned(StepGraph):
     """A captured graph, planned at the first call that records gradients."""
 
-    def __init__(self, graph: nn.Module, options: Mapping[str, Any]) -> None:
-        self._graph = graph
-        self._options = options
-        self._module: PlannedModule | None = None
+    def __init__(self, graph: nn.Module, options: Mapping[str, Any], step: SeveralGraphs | None) -> None:
+        super().__init__(graph)
+        self._options, self._step = options, step
+        if step is not None:
+            step.uncalled.add(self)
 
     def __call__(self, *inputs: Any) -> Any:
         if not torch.is_grad_enabled() or not any(
                 isinstance(t, torch.Tensor) and t.requires_grad for t in inputs):
-            return self._graph(*inputs)
-        if self._module is None:
-            self._module = self._planned(inputs)
-        return self._module(*inputs)
+            return self.graph(*inputs)
+        if self._step is not None:
+            self._step.begins(self, inputs)
+        if self.module is None:
+            self.module = self._planned(inputs)
+        return self.module(*inputs)
 
     def _planned(self, inputs: Sequence[Any]) -> PlannedModule:
         """Plan for a call. A graph of the same parameters that was planned before, for other shapes, leaves
@@ -67,15 +78,19 @@ class _Planned:
         budget = self._options["budget"]
         weight = next((t for t in inputs if isinstance(t, nn.Parameter)), None)
         if weight is None or budget == "auto":
-            return wrap(self._graph, inputs, **self._options)
+            return wrap(self.graph, inputs, **self._options)
         key = id(weight), budget
         if key not in _planned_before:
             _planned_before[key] = parse_budget(budget)
             weakref.finalize(weight, _planned_before.pop, key, None)
-        module = wrap(self._graph, inputs, **{**self._options, "budget": _planned_before[key]})
+        module = wrap(self.graph, inputs, **{**self._options, "budget": _planned_before[key]})
         _planned_before[key] = _planned_before[key].at_least(module.plan.budget_bytes)
         return module
 
 
 _planned_before: dict[tuple[int, Any], Budget] = {}
 """By the first parameter of a graph and the budget that the user gave: the budget of later plans."""
+
+
+_steps: weakref.WeakValueDictionary[int, SeveralGraphs] = weakref.WeakValueDictionary()
+"""By the id of the options of a ``torch.compile``: its graphs, which keep the options."""

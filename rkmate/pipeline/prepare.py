@@ -388,7 +388,7 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
     if wishes:
         graph = replace(graph, once=wishes.once, forgotten=wishes.forgotten)
     pinned = (*parts.program.pinned, *(j for j in cd.output_grads if cd.d[j].size <= 16))
-    reserve = _reserve_at_loss(graph) if traced.settings.loss_bytes is None else traced.settings.loss_bytes
+    reserve = reserve_for_loss(graph) if traced.settings.loss_bytes is None else traced.settings.loss_bytes
     whole = choose_kernels(plain, from_order(plain, range(len(graph.c)), graph.loss, pinned), pinned=pinned,
                            reserve_at_loss=reserve)
     return Prepared(
@@ -425,7 +425,7 @@ def prepare(traced: Traced, variant: Variant | None = None, *, blocked: Blocked 
     return with_operation_costs(blocked or block(traced, variant), limit=limit)
 
 
-def _reserve_at_loss(graph: CDGraph) -> int:
+def reserve_for_loss(graph: CDGraph) -> int:
     """Return the bytes to reserve for a loss outside of the model: three times the outputs (log-softmax, the
     gradient that enters it and the gradient that leaves it), and some more for the scalars of any loss."""
     return 512 + 3 * sum(graph.d[j].size for j in graph.output_grads if graph.d[j].size > 64)

@@ -15,7 +15,12 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
-from rkmate.graph.capture.refusals import flags_to_plan, refuse_data_parallelism, refuse_without_shape
+from rkmate.graph.capture.refusals import (
+    flags_to_plan,
+    refuse_data_parallelism,
+    refuse_without_shape,
+    tell_of_compiled,
+)
 from rkmate.offload.target import Engines
 from rkmate.runtime.kept_plans import (
     REPLACED,
@@ -25,12 +30,19 @@ from rkmate.runtime.kept_plans import (
     Specialization,
 )
 from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
-from rkmate.runtime.one_budget import Watch, sharded_layers, take_watch_from
+from rkmate.runtime.one_budget import sharded_layers, take_watch_from
 from rkmate.runtime.parts import Parts
 from rkmate.runtime.sharded import Follower, Sharded
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
-from rkmate.torch_seam.modules import COMPILED_CALL, compiled_call, is_sharded, own_call, replace_call
+from rkmate.torch_seam.modules import (
+    COMPILED_CALL,
+    compiled_call,
+    is_compiled_in_place,
+    is_sharded,
+    own_call,
+    replace_call,
+)
 
 # -- Planned calls ---------------------------------------------------------------------------------
 #
@@ -103,8 +115,8 @@ class PlannedCall:
     """A planned call in a module's slot for a compiled call. Copies and pickles of the module leave it
     out."""
 
-    __slots__ = ("_forward", "_made_with", "_model", "_others", "_own", "as_tensors", "method", "parts",
-                 "sharded", "whole", "within")
+    __slots__ = ("_compiled", "_forward", "_made_with", "_model", "_others", "_own", "as_tensors", "method",
+                 "parts", "sharded", "whole", "within")
     is_planned = True
     """Distinguishes this call from a compiled call."""
 
@@ -113,6 +125,7 @@ class PlannedCall:
                  parts: Parts | None = None, sharded: Sharded | None = None,
                  within: Sharded | None = None) -> None:
         self._model = model
+        self._compiled = compiled_call(model) if is_compiled_in_place(model) else None
         self._own = model.__dict__.get("forward")
         self._others = {name: model.__dict__[name] for name in _PUT[1:] if name in model.__dict__}
         self.parts = parts
@@ -218,7 +231,7 @@ class PlannedCall:
         for name in _PUT:
             self._model.__dict__.pop(name, None)
         self._model.__dict__.update(left)
-        replace_call(self._model, None)
+        replace_call(self._model, self._compiled)
 
     def left_without(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return a module's dictionary without the plan."""
@@ -304,7 +317,6 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
     `refused`: decides what happens to a call that cannot be planned. `plans`: to follow where they fit.
     `sharded`: plans its sharded layers; `within`: the planner that it is a sharded layer of.
     """
-    _refuse_compiled(model)
     refuse_without_shape(model)
     take_plan_from(model)
     planning = _sharing(planning)
@@ -320,6 +332,8 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
 
         parts = Parts(model, planning, put, take_plan_from)
     call = PlannedCall(model, planning, verify, on_new_shape, refused, plans, parts, sharded, within)
+    if within is sharded is None and is_compiled_in_place(model):
+        tell_of_compiled([type(model).__name__])
     model.__dict__.update(zip(_PUT, (call.method, MethodType(_state_without_plan, model),
                                      MethodType(_refuse_replicas, model)), strict=True))
     replace_call(model, call)
@@ -332,9 +346,11 @@ def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: P
                           on_new_shape: NewShape) -> None:
     """Put a plan into each sharded layer of a model, and into the rest of its forward: they share the
     budget of a step."""
-    for module in (model, *layers):
-        _refuse_compiled(module)            # before any is changed
     take_plan_from(model)
+    compiled = [name or type(model).__name__ for name, m in model.named_modules()
+                if m in (model, *layers) and is_compiled_in_place(m)]
+    if compiled:
+        tell_of_compiled(compiled)
     sharded = Sharded(model, layers, _sharing(planning))
     for layer in layers:
         put_plan_into(layer, sharded.planning_of(layer), verify, on_new_shape, within=sharded)
@@ -411,12 +427,6 @@ def _sharing(planning: Planning) -> Planning:
     its limit."""
     return planning if planning.engines is not None else \
         replace(planning, engines=Engines(planning.settings.offload))
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    if not isinstance(compiled_call(model), PlannedCall | Watch | None):
-        raise ArgumentError(f"{type(model).__name__} was compiled (Module.compile): apply a budget to the "
-                            'module itself, or compile it with backend="rkmate"')
 
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:

@@ -33,6 +33,7 @@ from rkmate.stand_in import StandIn
 from rkmate.support.planning_lock import capture_lock, planning_lock
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.dtensor import waited
 from rkmate.torch_seam.modules import is_sharded
 from rkmate.torch_seam.trace import inside_fake_mode, inside_transform
 
@@ -202,7 +203,7 @@ class PlannedModule(StandIn):
 
     def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call under its plan; as the original where it has none."""
-        return run_around(self._around, Arguments(args, kwargs), self._run_step)
+        return run_around(self._around, Arguments(*waited((args, kwargs))), self._run_step)
 
     def _run_step(self, call: Arguments) -> Any:
         """Find the plan of a call and run its step. Returns the result of the forward."""

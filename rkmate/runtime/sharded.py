@@ -95,6 +95,7 @@ class Reached(BaseException):
     """The last sharded module has returned: what follows is planned as a whole."""
 
 
+_models: weakref.WeakSet[Sharded] = weakref.WeakSet()
 _stubs: weakref.WeakKeyDictionary[nn.Module, tuple[Sharded, nn.Module]] = weakref.WeakKeyDictionary()
 """Of each stub, its model and the sharded module that it replaces."""
 
@@ -190,6 +191,7 @@ class Sharded(OneBudget):
         """The hook that ends the measurement before an optimizer's step."""
         self._steps, self._agreed, self._again = 0, AGREED, AGAIN
         self._exchanges, self._standing = Exchanges(model), 0
+        _models.add(self)
         self._returned: list[tuple[nn.Module, list[torch.Tensor], Structure]] = []
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._serving: list[tuple[nn.Module, list[torch.Tensor], Structure]] | None = None
@@ -265,8 +267,10 @@ class Sharded(OneBudget):
         of the rest."""
         if GIVEN in kwargs:
             return self.rest_of_forward(*args, **kwargs)
-        if self._now is None or is_unobserved():
+        if is_unobserved():
             return self._own(*args, **kwargs)
+        if self._now is None:                   # by another method (register_fsdp_forward_method)
+            return self.called(lambda *a, **k: self.forward(a, k), args, kwargs)
         self._arguments = args, kwargs
         try:
             return self._own(*args, **kwargs)
@@ -362,6 +366,10 @@ class Sharded(OneBudget):
         """Give a planned module a plan for a call that it has none for: the leanest, or what others like it
         follow."""
         model, chosen = follower.original, self._chosen.setdefault(follower, {})
+        if self._now is None:
+            self._warn_once("elsewhere", (
+                f"{self._type} is sharded, and a sharded layer is called from elsewhere than the model's "
+                "forward: no step shows what the budget leaves for it, so it holds as little as it can"))
         part = next((p for p in self._parts if p.example.fits(model, key)), None)
         if part in chosen:
             return
@@ -567,6 +575,8 @@ class Sharded(OneBudget):
             raise
         self._follow(tuple(calls), shared)
         now.begin_checks()
+        for signature in [s for other in _models - {self} for s in other._signatures.values()]:
+            signature.check_again()             # a step of both may take more now
         logger.warning("%s is sharded: from this step on, a step takes about %s bytes of the budget of %s. "
                        "Outside of all plans are up to %s bytes (gathered parameters, their gradients, "
                        "buffers of the exchange)", self._type, f"{max(rest.early, shared.taken):,}",

@@ -26,7 +26,7 @@ from rkmate.runtime.observed_step import MOST
 from rkmate.runtime.one_budget import Part, Rest
 from rkmate.runtime.segments import Call
 from rkmate.torch_seam.dtensor import is_dtensor, local_part
-from rkmate.torch_seam.modules import is_sharded
+from rkmate.torch_seam.modules import is_sharded, whole_gradient_type
 from rkmate.torch_seam.tensors import after_backward
 
 CHECKS = 3
@@ -83,6 +83,11 @@ class Signature:
         """Note that the next step follows the shared budget."""
         self.checks, self.over = 0 if self.checked else CHECKS, 0
 
+    def check_again(self) -> None:
+        """Measure the next steps: another model may hold more in them now."""
+        if self.is_shared:
+            self.checks, self.checked, self.over = CHECKS, None, 0
+
     def _check(self, found: Rest | None, peak: int, budget: int) -> None:
         """Note what a step has shown that follows the shared budget. If all that are measured exceed it, what
         they have shown counts for the next ones: gloo's threads may let go of buffers late in one of them."""
@@ -104,6 +109,8 @@ class Exchanges:
         self._model = model
         self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
         """For the id of each parameter, the parameter, and a hook that runs when it gets its gradient."""
+        self._types: dict[int, torch.dtype] = {}
+        """For the id of each parameter, the type of its whole gradient."""
         self._came = self._exchanged = False
         self._local = 1.0
         self.standing = 0
@@ -114,8 +121,10 @@ class Exchanges:
         if self._came:
             self.standing = self._whole_bytes() if self.are_kept_whole else 0
         self._came = self._exchanged = False
-        for module in filter(is_sharded, self._model.modules()):
+        for module in filter(is_sharded, self._model.modules()):    # inner ones after those around them
+            kept = whole_gradient_type(module)
             for p in module.parameters():
+                self._types[id(p)] = kept or p.dtype
                 known = self._hooks.get(id(p))
                 if p.requires_grad and is_dtensor(p) and (known is None or known[0]() is not p):
                     self._hooks[id(p)] = weakref.ref(p), p.register_post_accumulate_grad_hook(self._note)
@@ -143,16 +152,17 @@ class Exchanges:
         self._exchanged = True
 
     def _whole_bytes(self) -> int:
-        """Return the bytes of all whole gradients, if they have the types of the sharded parameters. Those of
-        a parameter that is tensor-parallel as well are parts."""
+        """Return the bytes of all whole gradients. Those of a parameter that is tensor-parallel as well are
+        parts."""
         known = [p for ref, _ in self._hooks.values() if (p := ref()) is not None]
-        return int(self._local * sum(p.numel() * p.element_size() for p in known))
+        return int(self._local * sum(p.numel() * self._types[id(p)].itemsize for p in known))
 
     def close(self) -> None:
         """Remove all hooks."""
         for _, hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+        self._types.clear()
 
 
 class Observed:

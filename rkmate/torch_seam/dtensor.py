@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.containers import pytree, tensors_in
 from rkmate.torch_seam.modules import parameters_of
 
 
@@ -53,6 +53,26 @@ def local_part(tensor: Any) -> torch.Tensor:
     """Return the local part of a DTensor. Its gradient becomes a DTensor with the same placements."""
     found: torch.Tensor = tensor.to_local()
     return found
+
+
+class _Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Any) -> torch.Tensor:
+        found: torch.Tensor = t.trigger_wait()
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def waited(values: Any) -> Any:
+    """Return values with plain tensors in place of results of collectives that nobody has waited for."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    kind = getattr(module, "AsyncCollectiveTensor", None)
+    if kind is None or not any(isinstance(t, kind) for t in tensors_in(values)):
+        return values
+    return pytree.tree_map_only(kind, _Waited.apply, values)
 
 
 def placements_of(model: nn.Module) -> dict[str, int]:

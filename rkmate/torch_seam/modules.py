@@ -65,9 +65,24 @@ def is_sharded(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def whole_gradient_type(module: nn.Module) -> torch.dtype | None:
+    """Return the type of the whole gradients that a module sharded by `fully_shard` keeps until it exchanges
+    them; None for the type of its sharded parameters, or where torch does not tell."""
+    find: Any = getattr(module, "_get_fsdp_state", lambda: None)
+    policy = getattr(find(), "_mp_policy", None)
+    found: torch.dtype | None = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
+    return found
+
+
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return what replaces a module's call; None if nothing does."""
     return module._compiled_call_impl
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether `Module.compile` has replaced a module's call."""
+    call = compiled_call(module)
+    return call is not None and not getattr(call, "is_planned", False)
 
 
 def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:

@@ -29,12 +29,6 @@ def _hooked() -> nn.Module:
     return model
 
 
-def _compiled_in_place() -> nn.Module:
-    model = nn.Linear(8, 8)
-    model._compiled_call_impl = lambda *a: None
-    return model
-
-
 def _frozen() -> nn.Module:
     return nn.Linear(8, 8).requires_grad_(False)
 
@@ -167,7 +161,6 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "backward in the forward": (C, r"torch\.autograd\.grad", lambda: _wrap(_Backward(8, 8))),
     "generator": (C, "Generator", lambda: _wrap(args=(X, torch.Generator()))),
     "backward hooks": (C, "module backward hooks", lambda: _wrap(_hooked())),
-    "compiled in place": (A, "was compiled", lambda: _wrap(_compiled_in_place())),
     "torch.func": (A, "torch.func", _inside_grad),
 }
 
@@ -210,7 +203,6 @@ def _largest_batch(model: nn.Module, args: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("call", [_plan, _tradeoff, _compare, _largest_batch])
 @pytest.mark.parametrize(("kind", "words", "model", "args"), [
     (C, "module backward hooks", _hooked, (X,)),
-    (A, "was compiled", _compiled_in_place, (X,)),
     (C, "sparse", lambda: nn.Linear(8, 8), (X.to_sparse(),)),
     (C, "Generator", lambda: nn.Linear(8, 8), (X, torch.Generator()))])
 def test_other_calls_refuse_what_wrap_refuses(

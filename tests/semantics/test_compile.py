@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import rkmate
 import rkmate.compile
+from rkmate import device as devices
 from rkmate.ir.link import Link
 from rkmate.runtime.executable import PlannedStep
 from tests.copying import BUFFERS, LateEngine, use
-from tests.semantics.steps import Tower, assert_same_gradients, planned
+from tests.semantics.steps import Tower, assert_same_gradients, gradients, planned
 
 pytestmark = [
     # Dynamo's own warnings, while it loads and traces.
@@ -95,6 +99,54 @@ def test_the_backend_plans_within_its_budget(monkeypatch: pytest.MonkeyPatch) ->
     assert plan.peak_bytes <= plan.budget_bytes == int(0.8 * plan.baseline_peak_bytes)
 
 
+class _Broken(Tower):
+    """A tower in which Dynamo gives up half-way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = len(self.layers) // 2
+        for layer in self.layers[:half]:
+            x = layer(x)
+        torch._dynamo.graph_break()
+        for layer in self.layers[half:]:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=(tmp_path / "meeting").as_uri(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["a break", "buckets"])
+def test_graphs_of_one_step_share_the_budget(kind: str, request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = (Tower if kind == "buckets" else _Broken)(width=512, depth=6)
+    x, run = torch.randn(1024, 512), model
+    if kind == "buckets":
+        request.getfixturevalue("one_rank")
+        run = DistributedDataParallel(model, bucket_cap_mb=3)
+    peak = devices.of(x).measure_peak(lambda: gradients(model, model, lambda run: run(x).pow(2).sum())).peak
+    budget = int(0.7 * peak)
+    compiled = torch.compile(run, backend=rkmate.compile.backend, dynamic=False, options={
+        "budget": budget, "settings": rkmate.Settings(costs="analytic")})
+    peaks = []
+    for _ in range(4):
+        assert_same_gradients(model, compiled, lambda run: run(x).pow(2).sum())
+        peaks.append(devices.of(x).measure_peak(
+            lambda: gradients(model, compiled, lambda run: run(x).pow(2).sum())).peak)
+    assert max(peaks[1:]) <= budget < peak
+    if kind == "buckets":
+        torch._dynamo.reset()
+        few = torch.compile(run, backend=rkmate.compile.backend, dynamic=False, options={
+            "budget": 0.3, "settings": rkmate.Settings(costs="analytic")})
+        few(x).pow(2).sum().backward()
+        with pytest.raises(rkmate.InfeasibleBudget, match="several graphs, and no plans of them") as caught:
+            few(x)
+        assert caught.value.minimum_bytes < budget
+
+
 def test_wrapping_a_compiled_module() -> None:
     model, x = Tower(depth=3), torch.randn(8, 16)
     compiled = torch.compile(model, backend="eager")
@@ -102,6 +154,29 @@ def test_wrapping_a_compiled_module() -> None:
         with pytest.raises(rkmate.ArgumentError, match=r"was compiled .*wrap the model itself"):
             planned(kind, x)
     assert_same_gradients(model, compiled, lambda run: run(x).pow(2).sum())
+
+
+def test_modules_that_were_compiled_in_place() -> None:
+    def loss(run: Any) -> Any:
+        return run(x).pow(2).sum()
+
+    def never(graph: Any, examples: Any) -> Any:
+        raise AssertionError
+
+    model, x = Tower(depth=3), torch.randn(8, 16)
+    expected = gradients(model, model, loss)
+    model.layers[1].compile(backend=never)
+    with pytest.warns(rkmate.RkmateWarning, match=r"Tower.layers.1 was compiled in place"):
+        module = planned(model, x)
+    torch.testing.assert_close(gradients(model, module, loss), expected, rtol=0, atol=0)
+    model.compile(backend=never)
+    call = model._compiled_call_impl
+    with pytest.warns(rkmate.RkmateWarning, match="Tower was compiled in place"):
+        rkmate.apply(model, budget=1.0, progress=False, settings=rkmate.Settings(costs="analytic"))
+    with pytest.warns(rkmate.RkmateWarning, match=r"Tower.layers.1 was compiled in place"):
+        torch.testing.assert_close(gradients(model, model, loss), expected, rtol=0, atol=0)
+    rkmate.remove(model)
+    assert model._compiled_call_impl is call
 
 
 def _refused(message: str, **options: Any) -> bool:

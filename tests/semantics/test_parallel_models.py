@@ -182,11 +182,31 @@ def _llama(rank: int) -> dict[str, Any]:
         rkmate.applied(layer) is not None for layer in planned.model.layers]}
 
 
+def _not_waited_for(rank: int) -> dict[str, Any]:
+    """Hand a layer the result of a collective that nobody has waited for."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor_autograd
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for planned in (False, True):
+        net = _Net()
+        for module in (*net.layers, net):
+            fully_shard(module, mesh=_mesh())
+        if planned:
+            rkmate.apply(net, **{**CHOSEN, "budget": 1 << 30})
+        x = _data(rank).requires_grad_()
+        every = all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+        assert isinstance(every, AsyncCollectiveTensor)
+        net.layers[0](every).square().mean().backward()
+        found.append(x.grad)
+    return {"equal": None not in found and torch.equal(*found)}
+
+
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "replicas": _replicas, "distributed input": _distributed_input, "flat": _flat,
     "flat, like the original": _flat_like_the_original,
     "sharded elsewhere": _sharded_elsewhere, "nothing to compute again": _nothing_to_compute_again,
-    "llama": _llama}
+    "llama": _llama, "not waited for": _not_waited_for}
 
 
 def _of(found: Found, task: str) -> list[dict[str, Any]]:
@@ -258,3 +278,9 @@ def test_layers_that_write_to_a_cache_are_planned(found: Found) -> None:
     pytest.importorskip("transformers")
     for mine in _of(found, "llama"):
         assert mine["equal"] and mine["planned"] == [True, True]
+
+
+def test_gradients_of_results_that_nobody_has_waited_for(found: Found) -> None:
+    for mine in found["not waited for"]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine["equal"]

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from rkmate.support.warn import PACKAGE, warn
 from rkmate.torch_seam.containers import objects_in
 from rkmate.torch_seam.dtensor import is_dtensor
 from rkmate.torch_seam.modules import (
-    compiled_call,
     forward_hooks_of,
     forward_pre_hooks_of,
     has_backward_hooks,
+    is_compiled_in_place,
     running_data_parallel,
 )
 from rkmate.torch_seam.nodes import VALUE, is_backward
@@ -189,6 +189,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
     if global_forward_hooks():
         warn(f"there are forward hooks around every module (register_module_forward_hook): {_OF_HOOKS}")
     hooked: list[str] = []
+    compiled: list[str] = []
     for name, m in model.named_modules():
         if hooks_outside and m is model:
             continue
@@ -206,9 +207,13 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         if isinstance(m, torch.jit.ScriptModule):
             raise CaptureError(f"{where} is a TorchScript module, which cannot be captured: use the module "
                                "that it was made from instead")
-        if _is_compiled(m):
+        if _is_made_by_compiler(m):
             raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
                                 'it with backend="rkmate"')
+        if is_compiled_in_place(m):
+            compiled.append(where)
+    if compiled:
+        tell_of_compiled(compiled)
     if hooked:
         others = f" and {len(hooked) - 3} others" if len(hooked) > 3 else ""
         warn(f"{', '.join(hooked[:3])}{others} {'have' if hooked[1:] else 'has'} forward hooks: {_OF_HOOKS}")
@@ -251,13 +256,19 @@ def refuse_without_shape(model: nn.Module) -> None:
                                 "wrapped")
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def _is_made_by_compiler(module: nn.Module) -> bool:
     """Return whether torch.compile made it. Where `torch._dynamo` is not loaded, which takes seconds, nothing
     was compiled."""
     dynamo = sys.modules.get("torch._dynamo")
-    call = compiled_call(module)
-    return (call is not None and not getattr(call, "is_planned", False)) or (
-        dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def tell_of_compiled(names: Sequence[str]) -> None:
+    """Warn of modules that were compiled in place, and follow a plan now."""
+    others = f" and {len(names) - 3} others" if len(names) > 3 else ""
+    warn(f"{', '.join(names[:3])}{others} {'were' if names[1:] else 'was'} compiled in place "
+         "(Module.compile): planned steps run the operations of the original instead of the compiled ones. "
+         "compile=True compiles groups of operations inside of a plan")
 
 
 def has_generator(model: nn.Module) -> bool:

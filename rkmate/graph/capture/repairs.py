@@ -45,6 +45,7 @@ from rkmate.torch_seam.patches.libraries import (
 )
 from rkmate.torch_seam.patches.modules import (
     attributes_carried,
+    calls_uncompiled,
     cumulative_averages_as_tensors,
     frozen_parameters_plain,
     hooks_of_the_model_alone,
@@ -192,6 +193,10 @@ PATCHES = (
           "Such hooks also run around the modules that a trace adds around the model: the plan would "
           "contain their computations more than once.",
           hooks_of_the_model_alone),
+    Patch("modules compiled in place",
+          "Module.compile replaces a module's call by one that compiles it, which would run inside of the "
+          "trace. The module's own call is traced.",
+          calls_uncompiled, ()),
     Patch("opaque submodules",
           "A submodule whose inner shapes depend on values has no static graph. A call of a chosen "
           "submodule (`Settings.opaque`) becomes one operation, which runs again in the backward.",

@@ -1,6 +1,6 @@
 """Patches on `nn.Module` while a model is captured: batch norms with cumulative averages, buffers that a
-forward makes anew, frozen parameters with attributes, modules that are moved to where they are, and hooks
-around every module.
+forward makes anew, frozen parameters with attributes, modules that are moved to where they are, hooks around
+every module, and modules that were compiled in place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rkmate.errors import CaptureError
-from rkmate.torch_seam.modules import buffers_of, parameters_of
+from rkmate.torch_seam.modules import (
+    buffers_of,
+    compiled_call,
+    is_compiled_in_place,
+    parameters_of,
+    replace_call,
+)
 from rkmate.torch_seam.patches.libraries import is_observer
 from rkmate.torch_seam.tensors import is_unwrapped, without_torch_function
 
@@ -258,3 +264,18 @@ def _forward_places() -> tuple[dict[int, Callable[..., Any]], ...]:
 def _only_looks(hook: Callable[..., Any]) -> bool:
     return is_observer(hook) or getattr(hook, "__module__", None) in _COUNTING
 
+
+# -- Modules that were compiled in place -----------------------------------------------------------
+
+
+@contextmanager
+def calls_uncompiled(model: nn.Module) -> Iterator[None]:
+    """Let modules that were compiled in place run their own calls inside the context."""
+    compiled = [(m, compiled_call(m)) for m in model.modules() if is_compiled_in_place(m)]
+    for m, _ in compiled:
+        replace_call(m, None)
+    try:
+        yield
+    finally:
+        for m, call in compiled:
+            replace_call(m, call)

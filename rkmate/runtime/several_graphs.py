@@ -1,0 +1,146 @@
+"""One budget for the graphs of a compiled step.
+
+Dynamo breaks a forward into several graphs where it cannot go on, and for the buckets of
+DistributedDataParallel. All graphs whose forwards run before one backward share the budget: while a graph
+runs, those before it hold what they have saved, and those after it have left gradients of parameters.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkmate.budget import Budget
+from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
+from rkmate.measure.analytic import analytic_costs
+from rkmate.pipeline.part_plans import ways_of
+from rkmate.pipeline.prepare import Blocked, reserve_for_loss, trace, with_operation_costs
+from rkmate.pipeline.settings import Settings
+from rkmate.planners.several_calls import Item, Moment
+from rkmate.runtime.guards import ModuleReader, guards_of
+from rkmate.runtime.kept_plans import Planning, Prototype
+from rkmate.runtime.module import PlannedModule
+from rkmate.runtime.one_budget import OneBudget, Part, Rest, undisturbed
+from rkmate.runtime.step_moments import room_for
+from rkmate.support.progress import Progress
+
+logger = logging.getLogger("rkmate")
+
+
+class StepGraph:
+    """A graph of a step."""
+
+    def __init__(self, graph: nn.Module) -> None:
+        self.graph = graph
+        self.module: PlannedModule | None = None
+        """The graph with its plan, once it was called."""
+        self.part: Part | None = None
+        """Its schedules, once it was seen in a step with others."""
+        self.gradients = 0
+        """Bytes of the gradients of its parameters."""
+        self.loss = 0
+        """Bytes for a loss of its outputs."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the backward of a call has not come to its end."""
+        return self.module is not None and bool(self.module._plans.open_calls.now())
+
+
+class SeveralGraphs(OneBudget):
+    """The graphs of one ``torch.compile``.
+
+    The first graph of a step has a plan for the whole budget, unless others are known that were not called
+    yet. Further ones hold as little as they can until the step is over; then all share the budget.
+    """
+
+    _too_large = ("torch.compile has broken a step into several graphs, and no plans of them keep it within "
+                  "{budget:,} bytes: the smallest budget that can be met is {least:,} bytes ({share:.0%} of "
+                  "the step's own peak of about {plain:,} bytes). One plan for all of the model "
+                  "(rkmate.wrap, also inside of DistributedDataParallel) may need less")
+
+    def __init__(self, budget: Budget, settings: Settings, options: Any) -> None:
+        """`options`: of that ``torch.compile``, by whose identity its graphs know each other."""
+        super().__init__(nn.Module(), Planning(budget, settings.planner_name, settings, False))
+        self._run, self._loss, self._options = settings.run, settings.loss_bytes, options
+        self.uncalled: weakref.WeakSet[StepGraph] = weakref.WeakSet()
+        """Graphs that have not been called yet: DistributedDataParallel makes all of a step's at once."""
+        self._now: list[StepGraph] = []
+        """The graphs that were called in this step."""
+        self._known: list[tuple[StepGraph, ...]] = []
+        """The graphs of each step with several of them."""
+        self._is_shared = True
+
+    def begins(self, graph: StepGraph, inputs: tuple[Any, ...]) -> None:
+        """Note that a graph is called. Raises `InfeasibleBudget`."""
+        if not any(g.is_open for g in self._now):
+            found = tuple(self._now)
+            if len(found) > 1 and found not in self._known:
+                self._known.append(found)
+                self._is_shared = False
+            self._now = []
+        self.uncalled.discard(graph)
+        if graph.part is None and (
+                any(g is not graph for g in self._now) or (graph.module is None and self.uncalled)
+                or any(graph in known for known in self._known)):
+            self._look_at(graph, inputs)
+        if graph.module is None and graph.part is not None:
+            self._follow(graph, graph.part.example)
+        if not self._is_shared and not self._now:
+            self._share()
+        self._now.append(graph)
+
+    def _look_at(self, graph: StepGraph, inputs: tuple[Any, ...]) -> None:
+        """Look for the schedules that a graph may follow."""
+        def limit(blocked: Blocked) -> int:
+            costs = analytic_costs(blocked.partition)
+            counted = with_operation_costs(blocked, [costs[i] for i in range(len(costs))])
+            return max(1, self.planning.budget.of(counted.baseline_peak))
+
+        with undisturbed():
+            refuse_what_cannot_repeat(graph.graph, inputs, {})
+            key = guards_of(ModuleReader(graph.graph), inputs, {})[0]
+            traced = trace(graph.graph, inputs, {}, self.planning.settings, Progress(False))
+            ways = ways_of(traced, self.planning.planner, limit, 0.0)
+        graph.part = Part(graph.graph, key, replace(traced, tensors={}), [ways])
+        graph.gradients = sum(t.nbytes for t in inputs
+                              if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
+        graph.loss = reserve_for_loss(ways.solved.prepared.graph) if self._loss is None else self._loss
+
+    def _share(self) -> None:
+        """Share the budget out among all graphs. Raises `InfeasibleBudget`."""
+        graphs = list(dict.fromkeys(g for known in self._known for g in known))
+        parts = [g.part for g in graphs if g.part is not None]
+        if len(parts) < len(graphs):
+            return                              # of a step that does not run now
+        moments = [
+            Moment(sum(g.gradients for g in known[k + 1:]),
+                   Counter(graphs.index(g) for g in known[:k + 1]), graphs.index(now))
+            for known in self._known for k, now in enumerate(known)]
+        moments += [Moment(known[-1].loss, Counter(map(graphs.index, known))) for known in self._known]
+        wholes = [part.whole for part in parts]
+        plain = max(m.taken(wholes) for m in moments)
+        budget = self.planning.budget.of(plain)
+        share, _ = room_for(wholes, moments, budget)
+        for part in parts:
+            part.look(max(0.0, share))
+        shared = self._shared_out(parts, [Item(part.ways) for part in parts], Rest(0, 0, 0, plain), budget,
+                                  moments)
+        self._is_shared = True
+        for graph, plan in zip(graphs, shared.plans, strict=True):
+            self._follow(graph, plan)
+        logger.warning("torch.compile has broken a step into %d graphs, which share its budget of %s bytes "
+                       "from now on, and take about %s together", max(map(len, self._known)),
+                       f"{budget:,}", f"{shared.taken:,}")
+
+    def _follow(self, graph: StepGraph, plan: Prototype) -> None:
+        calls = max((Counter(known)[graph] for known in self._known), default=1)
+        graph.module = PlannedModule(graph.graph, replace(
+            self.planning, budget=Budget(bytes=plan.planned.plan.budget_bytes),
+            calls_at_once=max(1, calls)), self._run.verify, self._run.on_new_shape, (plan,))
