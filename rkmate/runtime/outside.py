@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import re
 import threading
 import weakref
@@ -60,10 +61,46 @@ class Outside(NamedTuple):
     """Whether the loss takes no more than is left for one."""
     operations: int = 0
     """Differentiable operations from the outputs to the loss."""
-    between: BetweenMeter | None = None
+    between: BetweenMeter | Measured | None = None
     """Measures the bytes that the caller takes between forward and backward."""
     calls: int = 1
     """Calls of the step, one after the other, of which the caller has kept something."""
+
+
+class Measured(NamedTuple):
+    """A measurement of several ranks."""
+
+    most: int | None
+
+    def bytes(self) -> int | None:
+        """Return the largest number of bytes; None where nothing was measured."""
+        return self.most
+
+
+class Shown:
+    """What a step has shown each rank, where the forward communicates: all ranks plan anew, or none."""
+
+    def __init__(self, tell: Callable[[str], list[str]]) -> None:
+        """`tell`: gives a text to all ranks, and returns the texts of all."""
+        self._tell = tell
+        self.seen: tuple[Outside, int] | None = None
+        """What stands outside of this rank's plan, and the number of open calls; None before a backward."""
+
+    def together(self) -> tuple[Outside, int] | None:
+        """Return the most that any rank was shown, and the most open calls; None if no rank was shown
+        anything. All ranks call this at the same place."""
+        mine = None
+        if self.seen is not None:
+            seen, opened = self.seen
+            mine = [seen.held, not seen.is_usual, seen.operations, opened, seen.between is not None,
+                    seen.between and seen.between.bytes()]
+        texts = self._tell(json.dumps(mine))
+        rows = [row for text in texts for row in [json.loads(text)] if row is not None]
+        if not rows:
+            return None
+        held, unusual, operations, opened, measures = (max(r[k] for r in rows) for k in range(5))
+        most = max((r[5] for r in rows if r[5] is not None), default=None)
+        return Outside(held, not unusual, operations, Measured(most) if measures else None), opened
 
 
 class OutsideWatch:

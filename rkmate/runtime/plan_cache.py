@@ -39,7 +39,14 @@ from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards, changing, differing
-from rkmate.runtime.kept_plans import Executable, Planning, Prototype, Specialization, TangentMask
+from rkmate.runtime.kept_plans import (
+    Executable,
+    Planning,
+    Prototype,
+    Specialization,
+    TangentMask,
+    output_names,
+)
 from rkmate.runtime.lengths import MEMBERS, Member, NewSizes, alike, comparable, compare, derive
 from rkmate.runtime.outside import (
     LOOKS,
@@ -48,6 +55,7 @@ from rkmate.runtime.outside import (
     InARow,
     Outside,
     OutsideWatch,
+    Shown,
     is_over,
     loss_of_call,
     needs_of,
@@ -268,6 +276,9 @@ class PlanCache:
 
     def current(self, known: Specialization, tensors: Sequence[torch.Tensor]) -> Executable:
         """Return the plan that the next forward follows; made for the loss of the latest one."""
+        if known.shown is not None:
+            agree, known.shown = known.shown, None
+            agree()
         calls = self.planning.settings.calls
         if self.open_calls.seen > calls and not self.open_calls.now():
             return self._for_calls_seen(known, tensors, calls)
@@ -286,7 +297,7 @@ class PlanCache:
                     found = self._executable(replace(known.traced, wanted=mask, tensors=held),
                                              self.planning.budget)
                 except InfeasibleBudget as error:
-                    raise InfeasibleBudget(f"a loss that depends on {_names(mask)}: {error}",
+                    raise InfeasibleBudget(f"a loss that depends on {output_names(mask)}: {error}",
                                            error.minimum_bytes) from error
                 known.executables[mask] = found
         if found.plan.deferred and self.reads.often:
@@ -326,7 +337,7 @@ class PlanCache:
         """Look, once for each plan, at what the caller makes of the outputs of a call whose forward has
         returned, before its backward. If the plan has no room for it, the next forward is planned anew.
         If several calls are open, the latest one is looked at, whose backward begins first."""
-        settings, plan = known.traced.settings, ready.plan
+        settings = known.traced.settings
         self._look_for_finished_calls(call, known, ready)
         looked = ready.looks >= LOOKS or settings.loss_bytes is not None
         if not self.planning.counts_calls or (looked and not known.has_others) or self._saved or \
@@ -337,29 +348,42 @@ class PlanCache:
         number, device = self.open_calls.added, ready.compiled.device
         watch, then = OutsideWatch(device), call.begins
         meter = BetweenMeter(device, call) if measures else None
+        ranks = ranks_in(groups_of(known.capture.graph))
+        shown = None if ranks is None else Shown(ranks.told)
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
             if meter is not None:
                 meter.end()
-            opened = self.open_calls.now()
             if self.open_calls.added == number:
-                ready.looks, seen = LOOKS, watch.end(grads)._replace(between=meter)
-                if len(opened) > plan.calls and (meter is not None or not seen.is_usual):
-                    self.open_calls.count(len(opened))      # the next step is looked at with plans for them
-                    known.has_others = devices.of(device).host
-                elif meter is not None:
-                    known.outside = seen
-                elif seen.operations > MANY and devices.of(device).host:
-                    known.has_others = True
-                elif seen.operations > MANY:
-                    warn_of_others(known.traced.name, plan.graph.reserve_at_loss)
+                seen = watch.end(grads)._replace(between=meter), len(self.open_calls.now())
+                if shown is None:
+                    self._note_outside(known, ready, *seen)
                 else:
-                    known.has_others = not seen.is_usual and devices.of(device).host
-                    if is_over(seen, plan):
-                        known.outside = seen
+                    shown.seen = seen
             if then is not None:
                 then(grads)
-        call.begins = begins
+
+        def agree() -> None:
+            if shown is not None and (together := shown.together()) is not None:
+                self._note_outside(known, ready, *together)
+        call.begins, known.shown = begins, agree
+
+    def _note_outside(self, known: Specialization, ready: Executable, seen: Outside, opened: int) -> None:
+        """Note what a step has shown outside of its plan. `opened`: calls that were open then."""
+        plan, host, ready.looks = ready.plan, devices.of(ready.compiled.device).host, LOOKS
+        if opened > plan.calls and (seen.between is not None or not seen.is_usual):
+            self.open_calls.count(opened)                   # the next step is looked at with plans for them
+            known.has_others = host
+        elif seen.between is not None:
+            known.outside = seen
+        elif seen.operations > MANY and host:
+            known.has_others = True
+        elif seen.operations > MANY:
+            warn_of_others(known.traced.name, plan.graph.reserve_at_loss)
+        else:
+            known.has_others = not seen.is_usual and host
+            if is_over(seen, plan):
+                known.outside = seen
 
     def _look_for_finished_calls(self, call: Call, known: Specialization, ready: Executable) -> None:
         """Look, in a step with more calls than its plan is for, for what finished calls leave with the
@@ -483,7 +507,7 @@ class PlanCache:
         for made in (found, *known.executables.values()):
             made.compiled.loss_varies = made.compiled.keeps_overwritten = True
         warn(
-            f"the loss depends on {_names(mask)}{' alone' if narrower else ''}, which is not what "
+            f"the loss depends on {output_names(mask)}{' alone' if narrower else ''}, which is not what "
             f"this forward was planned for: it runs a second time, with up to "
             f"{found.plan.peak_bytes:,} bytes on top of what it keeps. The next forward is planned for "
             "this loss (Settings(trains=...) says from the start which outputs a loss takes)")
@@ -514,9 +538,13 @@ class PlanCache:
     def _led(self, ranks: Ranks, make: Callable[[], Executable], traced: Traced,
              budget: Budget) -> Executable:
         """Return what the first rank makes and the others follow, with as much room for a loss."""
-        return ranks.led(make, lambda e: e.plan, lambda plan: self._own_executable(replace(
-            traced, settings=replace(traced.settings, loss_bytes=plan.graph.reserve_at_loss)), budget, plan),
-            lambda said: ranks.measure_too(said, traced, room_within(budget)))
+        def follow(plan: Plan) -> Executable:
+            found = self._own_executable(replace(traced, settings=replace(
+                traced.settings, loss_bytes=plan.graph.reserve_at_loss)), budget, plan)
+            found.looks = 0                             # all ranks look at what their callers make
+            return found
+        return ranks.led(make, lambda e: e.plan, follow,
+                         lambda said: ranks.measure_too(said, traced, room_within(budget)))
 
     def _executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,
                     known: Sequence[KnownPlan] = (), like: Prototype | None = None, *,
@@ -577,9 +605,3 @@ class PlanCache:
         return Executable(plan, step, looks=LOOKS if is_given else 0,
                           known=KnownPlan(plan, not derived, planned.orders),
                           graph_nodes=len(prepared.partition.program.joint.graph.nodes))
-
-
-def _names(mask: TangentMask) -> str:
-    numbers = [str(i) for i, taken in enumerate(mask) if taken]
-    return f"output {', '.join(numbers)} (counted from 0)"
-

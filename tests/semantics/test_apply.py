@@ -15,10 +15,6 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.budget import Budget
-from rkmate.pipeline.settings import Settings
-from rkmate.runtime.apply import put_plans_into_layers
-from rkmate.runtime.kept_plans import Planning
 from tests.equality import measured_peak
 from tests.models.sample import Sample
 from tests.options import options_of
@@ -290,13 +286,3 @@ def test_flags_that_cannot_be_planned_run_the_original() -> None:
     handle.remove()
     module(X).sum().backward()
     assert len(module._plans) == 1
-
-
-def test_a_compiled_layer_is_refused_before_any_layer_is_changed() -> None:
-    model = nn.Sequential(applied(Tower()), Tower())
-    model[1]._compiled_call_impl = model[1]._call_impl
-    before = rkmate.applied(model[0])
-    with pytest.raises(rkmate.ArgumentError, match="was compiled"):
-        put_plans_into_layers(model, [*model], Planning(Budget(fraction=0.5), "rockmate", Settings(), False),
-                              False, "plan")
-    assert rkmate.applied(model[0]) is before is not None

@@ -336,6 +336,28 @@ def _peaks(rank: int) -> dict[str, Any]:
     return found
 
 
+class _Rows(_Wide):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _unusual(rank: int) -> dict[str, Any]:
+    """A loss outside of the module that takes much on one rank: both plan anew, or neither."""
+    model, x = _Rows(_detached), torch.randn(1024, 128)
+    rkmate.apply(model, budget=0.9, progress=False, settings=Settings(**QUICK))  # type: ignore[arg-type]
+    budgets = []
+    for _ in range(5):
+        y = model(x)
+        (torch.cat([y] * 8).cumsum(0).sin().exp() if rank == 0 else y * y).mean().backward()
+        planned = rkmate.applied(model)
+        assert planned is not None and planned.plan is not None
+        budgets.append((planned.plan.schedule, planned.plan.budget_bytes))
+    first, second = _all(budgets)
+    return {"equal": first == second, "anew": first[0] != first[-1]}
+
+
 def _slowed(rank: int) -> dict[str, Any]:
     """One rank that measures ten times the time of the other, and an operation as slow as can be: one plan,
     time after time, with the costs of the slow rank."""
@@ -495,8 +517,8 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{name: lambda rank, turn=k % 2, way=way, opaque=opaque: _refused(rank, turn, way, opaque)
        for k, (name, (way, opaque)) in enumerate(REFUSED.items())},
     **{name: lambda rank, way=way: _planned(rank, way) for name, way in WAYS.items()},
-    "synchronized": _synchronized, "peaks": _peaks, "slowed": _slowed, "another shape": _another_shape,
-    "too small": _too_small, "not measured": _not_measured,
+    "synchronized": _synchronized, "peaks": _peaks, "unusual": _unusual, "slowed": _slowed,
+    "another shape": _another_shape, "too small": _too_small, "not measured": _not_measured,
     "applied": _applied, "by parts": lambda rank: _by_parts(rank, _objects),
     "applied as a whole": lambda rank: _by_parts(rank, _detached), "shared": _shared,
     "replicated": _replicated, "groups of one": _in_groups_of_one}
@@ -564,6 +586,12 @@ def test_synchronized_batch_norms(found: Found) -> None:
         assert planned == original and len(planned) == 2
         measured, peak, budget = rank["peak"]
         assert measured <= budget and abs(measured - peak) <= 0.02 * peak
+
+
+def test_ranks_agree_on_what_an_unusual_loss_takes(found: Found) -> None:
+    for rank in found["unusual"]:
+        assert "failed" not in rank, rank["failed"]
+        assert rank == {"equal": True, "anew": True}
 
 
 def test_a_slow_rank_follows_the_same_plans(found: Found) -> None:
