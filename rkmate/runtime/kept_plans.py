@@ -19,7 +19,7 @@ from rkmate.pipeline.sizes import KnownPlan
 from rkmate.runtime.executable import PlannedStep
 from rkmate.runtime.guards import Guards
 from rkmate.runtime.lengths import Member
-from rkmate.runtime.outside import Outside
+from rkmate.runtime.outside import Outside, Shown
 from rkmate.runtime.recorded_step import RecordedStep
 from rkmate.runtime.snapshot import HOOKS_OF_FORWARD
 from rkmate.show.plan import Plan
@@ -98,8 +98,8 @@ class Specialization:
     """The tangent mask that came after two others, the time before."""
     outside: Outside = Outside()
     """Memory that the caller was seen to use for the outputs, if a plan has no room for it."""
-    shown: Callable[[], None] | None = None
-    """Has all ranks agree on what a step has shown them, at the next forward."""
+    shown: Shown[Executable] | None = None
+    """What a step has shown, if all ranks agree on that at the next forward."""
     has_others: bool = False
     """Whether the next step measures what an unusual loss, or another model, takes between forward and
     backward."""
@@ -122,6 +122,12 @@ class Specialization:
             self.mask = self.following.get(self.latest, self.mask)
         self.took = self.mask
         return self.mask
+
+    @staticmethod
+    def outputs_in(mask: TangentMask) -> str:
+        """Return which outputs a loss depends on, for a message."""
+        numbers = [str(i) for i, taken in enumerate(mask) if taken]
+        return f"output {', '.join(numbers)} (counted from 0)"
 
     @property
     def capture(self) -> Capture:
@@ -175,9 +181,3 @@ def attributes_in(key: Guards, hooks_outside: bool = False) -> list[tuple[str, A
     return [(path, value) for path, value in key.attributes.content
             if path not in REPLACED and not path.endswith(f".{COMPILED_CALL}")
             and not (hooks_outside and path == HOOKS_OF_FORWARD)]
-
-
-def output_names(mask: TangentMask) -> str:
-    """Return which outputs a loss depends on, for a message."""
-    numbers = [str(i) for i, taken in enumerate(mask) if taken]
-    return f"output {', '.join(numbers)} (counted from 0)"

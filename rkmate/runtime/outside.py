@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -77,12 +77,15 @@ class Measured(NamedTuple):
         return self.most
 
 
-class Shown:
+T = TypeVar("T")
+
+
+class Shown(Generic[T]):
     """What a step has shown each rank, where the forward communicates: all ranks plan anew, or none."""
 
-    def __init__(self, tell: Callable[[str], list[str]]) -> None:
-        """`tell`: gives a text to all ranks, and returns the texts of all."""
-        self._tell = tell
+    def __init__(self, ready: T, tell: Callable[[str], list[str]]) -> None:
+        """`ready`: the plan of the step; `tell`: gives a text to all ranks, and returns the texts of all."""
+        self.ready, self._tell = ready, tell
         self.seen: tuple[Outside, int] | None = None
         """What stands outside of this rank's plan, and the number of open calls; None before a backward."""
 

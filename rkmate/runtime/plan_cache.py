@@ -39,14 +39,7 @@ from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards, changing, differing
-from rkmate.runtime.kept_plans import (
-    Executable,
-    Planning,
-    Prototype,
-    Specialization,
-    TangentMask,
-    output_names,
-)
+from rkmate.runtime.kept_plans import Executable, Planning, Prototype, Specialization, TangentMask
 from rkmate.runtime.lengths import MEMBERS, Member, NewSizes, alike, comparable, compare, derive
 from rkmate.runtime.outside import (
     LOOKS,
@@ -277,8 +270,9 @@ class PlanCache:
     def current(self, known: Specialization, tensors: Sequence[torch.Tensor]) -> Executable:
         """Return the plan that the next forward follows; made for the loss of the latest one."""
         if known.shown is not None:
-            agree, known.shown = known.shown, None
-            agree()
+            shown, known.shown = known.shown, None
+            if (together := shown.together()) is not None:
+                self._note_outside(known, shown.ready, *together)
         calls = self.planning.settings.calls
         if self.open_calls.seen > calls and not self.open_calls.now():
             return self._for_calls_seen(known, tensors, calls)
@@ -297,7 +291,7 @@ class PlanCache:
                     found = self._executable(replace(known.traced, wanted=mask, tensors=held),
                                              self.planning.budget)
                 except InfeasibleBudget as error:
-                    raise InfeasibleBudget(f"a loss that depends on {output_names(mask)}: {error}",
+                    raise InfeasibleBudget(f"a loss that depends on {known.outputs_in(mask)}: {error}",
                                            error.minimum_bytes) from error
                 known.executables[mask] = found
         if found.plan.deferred and self.reads.often:
@@ -349,7 +343,7 @@ class PlanCache:
         watch, then = OutsideWatch(device), call.begins
         meter = BetweenMeter(device, call) if measures else None
         ranks = ranks_in(groups_of(known.capture.graph))
-        shown = None if ranks is None else Shown(ranks.told)
+        shown = None if ranks is None else Shown(ready, ranks.told)
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
             if meter is not None:
@@ -363,10 +357,7 @@ class PlanCache:
             if then is not None:
                 then(grads)
 
-        def agree() -> None:
-            if shown is not None and (together := shown.together()) is not None:
-                self._note_outside(known, ready, *together)
-        call.begins, known.shown = begins, agree
+        call.begins, known.shown = begins, shown
 
     def _note_outside(self, known: Specialization, ready: Executable, seen: Outside, opened: int) -> None:
         """Note what a step has shown outside of its plan. `opened`: calls that were open then."""
@@ -507,7 +498,7 @@ class PlanCache:
         for made in (found, *known.executables.values()):
             made.compiled.loss_varies = made.compiled.keeps_overwritten = True
         warn(
-            f"the loss depends on {output_names(mask)}{' alone' if narrower else ''}, which is not what "
+            f"the loss depends on {known.outputs_in(mask)}{' alone' if narrower else ''}, which is not what "
             f"this forward was planned for: it runs a second time, with up to "
             f"{found.plan.peak_bytes:,} bytes on top of what it keeps. The next forward is planned for "
             "this loss (Settings(trains=...) says from the start which outputs a loss takes)")
