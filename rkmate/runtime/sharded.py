@@ -96,6 +96,7 @@ class Reached(BaseException):
 
 
 _models: weakref.WeakSet[Sharded] = weakref.WeakSet()
+"""The planners of all sharded models, which may run in one step."""
 _stubs: weakref.WeakKeyDictionary[nn.Module, tuple[Sharded, nn.Module]] = weakref.WeakKeyDictionary()
 """Of each stub, its model and the sharded module that it replaces."""
 

@@ -215,8 +215,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
     if compiled:
         tell_of_compiled(compiled)
     if hooked:
-        others = f" and {len(hooked) - 3} others" if len(hooked) > 3 else ""
-        warn(f"{', '.join(hooked[:3])}{others} {'have' if hooked[1:] else 'has'} forward hooks: {_OF_HOOKS}")
+        warn(f"{_listed(hooked)} {'have' if hooked[1:] else 'has'} forward hooks: {_OF_HOOKS}")
     for value in objects_in((args, kwargs)):
         if is_dtensor(value):
             _refuse_uneven(model, value)
@@ -265,10 +264,15 @@ def _is_made_by_compiler(module: nn.Module) -> bool:
 
 def tell_of_compiled(names: Sequence[str]) -> None:
     """Warn of modules that were compiled in place, and follow a plan now."""
-    others = f" and {len(names) - 3} others" if len(names) > 3 else ""
-    warn(f"{', '.join(names[:3])}{others} {'were' if names[1:] else 'was'} compiled in place "
+    warn(f"{_listed(names)} {'were' if names[1:] else 'was'} compiled in place "
          "(Module.compile): planned steps run the operations of the original instead of the compiled ones. "
          "compile=True compiles groups of operations inside of a plan")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    others = f" and {len(names) - 3} others" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{others}"
 
 
 def has_generator(model: nn.Module) -> bool:

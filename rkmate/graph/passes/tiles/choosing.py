@@ -20,7 +20,7 @@ from torch import fx
 from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.joint import Joint, readers_of
 from rkmate.graph.passes.tiles.cuts import EVEN, piece, summand, summed
-from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, shape_of, value_of
+from rkmate.graph.passes.tiles.pieces import PRODUCTS, Band, Need, Piece, shape_of, value_of
 from rkmate.graph.passes.tiles.rewrite import late_nodes
 from rkmate.graph.passes.tiles.stretch import (
     length_of,
@@ -51,8 +51,7 @@ SMALL = 0.5
 A_PART = 0.02
 """Parts of a stretch with norms cost as much as this part of the work of the whole stretch: so much is
 computed again rather than to have one more."""
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
-HEAVY = (aten.convolution.default, *_PRODUCTS, aten.bmm.default)
+HEAVY = (aten.convolution.default, *PRODUCTS, aten.bmm.default)
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class Labels:
             if made is not None and (self.passes or not made.mixes):
                 level, hits, cuts = self._joins(made.needs, moving)
                 if hits or (cuts and self._starts(shape, dim)) or (
-                        self.axis.columns and node.target in _PRODUCTS and dim == 1):
+                        self.axis.columns and node.target in PRODUCTS and dim == 1):
                     yield level, -hits, dim, False, made
         first = summed(node)
         if isinstance(first, fx.Node) and first in self.dims:
@@ -342,7 +341,7 @@ class _Parting:
             u not in inside and not is_backward(u) and u not in labels.inner for u in n.users)]
         # Of what is read whole, the sum of the gradients and, unless products are added to it, a tile's own.
         alone = {looked_at(n) for n in read - cut if n in self.moving and any(
-            u.target not in _PRODUCTS for u in n.users if u in inside)}
+            u.target not in PRODUCTS for u in n.users if u in inside)}
         fixed = 2.0 * sum(map(bytes_of, cut)) + sum(map(bytes_of, made)) + sum(
             (2 + (n in alone)) * bytes_of(n) for n in {looked_at(n) for n in read - cut})
         if labels.axis.columns:             # the gradient that theirs is computed from stands, too

@@ -20,7 +20,6 @@ from rkmate.torch_seam.nodes import VALUE, is_backward
 
 aten = torch.ops.aten
 
-PRODUCTS = (aten.mm.default, aten.addmm.default)
 _SAME_COLUMNS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 """Views that keep the columns, if the last dimension has the same size."""
 

@@ -20,9 +20,9 @@ from rkmate.graph.passes.joint import Joint, readers_of
 from rkmate.graph.passes.tiles.choosing import HEAVY, Labels, Plan, bytes_of, chosen, looked_at
 from rkmate.graph.passes.tiles.matching import Matcher
 from rkmate.graph.passes.tiles.norms import moved_on, norm_of
-from rkmate.graph.passes.tiles.pieces import shape_of, value_of
+from rkmate.graph.passes.tiles.pieces import PRODUCTS, shape_of, value_of
 from rkmate.graph.passes.tiles.rewrite import call_meta, item_of, put_in_order
-from rkmate.graph.passes.tiles.scales import PRODUCTS, gradient_of_scale, move_behind, scaled_operands
+from rkmate.graph.passes.tiles.scales import gradient_of_scale, move_behind, scaled_operands
 from rkmate.graph.passes.tiles.stretch import (
     STATISTICS,
     Key,
@@ -45,12 +45,16 @@ _FILLED = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.defau
 
 def tile_stretches(joint: Joint) -> None:
     """Note the weights of what could run in tiles; let stretches run so where that is asked for."""
-    forward = [n for n in joint.graph.nodes if not is_backward(n)]
-    names = [n.name for n in forward if n.target in HEAVY]
-    norms = names if any(norm_of(n) is not None for n in forward) else []
-    scales = names if scaled_operands([n for n in forward if n.target in PRODUCTS], joint.handed()) else []
-    if "tiles" in joint.choices:
-        names, norms, scales = [], [], []
+    names: list[str] = []
+    norms: list[str] = []
+    scales: list[str] = []
+    if "tiles" not in joint.choices:
+        forward = [n for n in joint.graph.nodes if not is_backward(n)]
+        names = [n.name for n in forward if n.target in HEAVY]
+        norms = names if any(norm_of(n) is not None for n in forward) else []
+        products = [n for n in forward if n.target in PRODUCTS]
+        scales = names if scaled_operands(products, joint.handed()) else []
+    else:
         for plan in chosen(joint):
             scaled = _scaled(joint, plan)
             found = _rewrite(joint, plan, scaled) if scaled else None

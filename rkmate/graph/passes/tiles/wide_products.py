@@ -16,6 +16,7 @@ from rkmate.graph.ops.properties import is_view
 from rkmate.graph.passes.cleanup import drop_dead
 from rkmate.graph.passes.joint import Joint, makers_of, readers_of
 from rkmate.graph.passes.lean import is_wide
+from rkmate.graph.passes.tiles.pieces import PRODUCTS
 from rkmate.graph.passes.tiles.region import Region, grow, is_linear, seeds_of
 from rkmate.graph.passes.tiles.rewrite import default_parts, in_groups, late_nodes, tile
 from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Tile, emit, emit_sum, shape_of
@@ -260,7 +261,6 @@ class _Writer:
 # A wide product and the losses of its result. The logits of a language model, or of a classifier with many
 # classes, are often its largest tensors.
 
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
 _WIDER = 2
 """A head's product is more than this many times as wide as its input."""
 
@@ -318,7 +318,7 @@ def _shifts(joint: Joint) -> Iterator[Shift]:
 
 
 def _is_seed(node: fx.Node) -> bool:
-    if node.target not in _PRODUCTS or is_backward(node) or not is_wide(node.meta[VALUE], 0):
+    if node.target not in PRODUCTS or is_backward(node) or not is_wide(node.meta[VALUE], 0):
         return False
     x: Any = node.args[-2]
     return bool(node.meta[VALUE].shape[1] > _WIDER * x.meta[VALUE].shape[1])
@@ -338,7 +338,7 @@ def _region(joint: Joint, seed: fx.Node) -> Region | None:
         region = _without(region, _with_bases(seen))
     narrow = [n for n in region.results(leaving) if n not in late and (
         n in region.sums or not region.wide(n))]
-    if not narrow or any(n.target in _PRODUCTS for n in narrow):
+    if not narrow or any(n.target in PRODUCTS for n in narrow):
         return None
     return region
 
@@ -408,7 +408,7 @@ def parts_of(region: Region) -> int:
 
 
 def _is_wide_mlp(node: fx.Node) -> bool:
-    if node.target not in _PRODUCTS or is_backward(node) or not is_wide(node.meta[VALUE], 0):
+    if node.target not in PRODUCTS or is_backward(node) or not is_wide(node.meta[VALUE], 0):
         return False
     x: Any = node.args[-2]
     rows, width = node.meta[VALUE].shape
@@ -424,5 +424,5 @@ def _mlp(joint: Joint, seed: fx.Node) -> Region | None:
             or any(form != 0 and n not in region.forms and region.wide(n)
                    for made in region.forms for n, form in region.needs(made).items()):
         return None
-    back = [n for n in region.forms if n not in late and n.target in _PRODUCTS and not region.wide(n)]
+    back = [n for n in region.forms if n not in late and n.target in PRODUCTS and not region.wide(n)]
     return region if back else None
