@@ -4,6 +4,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PYTHON ?= python3
 SHELL := /bin/bash
+# Tests start many processes: none compiles the package again.
+export PYTHONDONTWRITEBYTECODE :=
 PY := $(VENV)/bin/python
 WORKERS ?= 2
 

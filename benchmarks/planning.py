@@ -3,6 +3,8 @@
 Each depth runs in a fresh process with an empty cache, and in another one that measures what planning
 allocates in addition to the model. Prints a Markdown table.
 
+``--waits`` prints what a user waits for: seconds until a wrapped model has done its first step, until a
+second budget and five more are planned, and until the first step in a second process; medians.
 ``--profile`` prints another one: processor and wall seconds of each stage, from the model to the end of its
 first planned step, for these depths and for models without equal blocks, costs measured and estimated; and
 what a second process takes, which finds on disk what the first one has left. ``--gaps`` prints by how much
@@ -12,9 +14,11 @@ plans of the other benchmarks' models may be slower than the best.
 from __future__ import annotations
 
 import argparse
+import compileall
 import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +26,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 
@@ -222,6 +227,62 @@ def _cell(spent: Any) -> str:
     return f"{processor:.2f} ({wall:.2f})" + (f" in {calls}" if calls > 1 else "")
 
 
+# -- What a user waits for -------------------------------------------------------------------------
+
+BUDGETS = (0.5, 0.6, 0.45, 0.55, 0.65, 0.7, 0.4)
+"""Parts of the own peak: the first, the second, and five more."""
+FIRST = {"large": 0.41}
+"""Other first budgets, for models of which nothing but that is asked."""
+
+
+def waits(name: str, width: int, length: int, costs: Any) -> None:
+    """Wrap one model within each budget, and run a step within the first; prints one line of JSON."""
+    import planning_models
+
+    import rkmate
+    from rkmate.torch_seam.trace import load
+
+    load()
+    model, args, kwargs = planning_models.made(name, width, length)
+    spent: list[tuple[float, float]] = []
+    for k, budget in enumerate([FIRST[name]] if name in FIRST else BUDGETS):
+        begin = time.perf_counter(), time.process_time()
+        wrapped = rkmate.wrap(model, args, kwargs, budget=budget, progress=False,
+                              settings=rkmate.Settings(costs=costs))
+        if k == 0:
+            overhead, gap = wrapped.plan.overhead, wrapped.plan.gap
+            spent.append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
+            out = wrapped(*args, **kwargs)
+            (out if hasattr(out, "backward") else out.loss).sum().backward()
+        spent.append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
+    print(json.dumps({"spent": spent, "overhead": overhead, "gap": gap}))
+
+
+def print_waits(names: list[str], width: int, length: int, costs: str, repeats: int) -> None:
+    """Print a table of medians by the clock, with processor seconds."""
+    print("| model | planned | first step done | second budget | five more | first step, second process "
+          "| overhead, gap |\n|---|--:|--:|--:|--:|--:|--:|")
+    for name in names:
+        more = "--one", name, "--width", str(width), "--length", str(length), "--waits", "--costs", costs
+        runs: list[list[Any]] = []
+        for _ in range(repeats):
+            with tempfile.TemporaryDirectory() as folder:
+                found = in_process(folder, *more)
+                again = in_process(folder, *more)
+            planned, first, *others = found["spent"]
+            columns = [planned, first, again["spent"][1]]
+            if others:
+                columns[2:2] = [others[0], tuple(sum(both) for both in zip(*others[1:], strict=True))]
+            runs.append(columns)
+        medians = [[statistics.median(side) for side in zip(*column, strict=True)]
+                   for column in zip(*runs, strict=True)]
+        cells = [f"{wall:.2f} ({processor:.2f})" for wall, processor in medians]
+        if len(cells) == 3:
+            cells[2:2] = ["", ""]
+        gap = "none known" if found["gap"] is None else f"{found['gap']:.1%}"
+        print(f"| {name} | {' | '.join(cells)} | {found['overhead']:+.1%}, {gap} |", flush=True)
+
+
 # -- Gaps to the bound -----------------------------------------------------------------------------
 
 def gaps(name: str) -> None:
@@ -260,7 +321,7 @@ def print_gaps(names: list[str]) -> None:
 def in_process(folder: str, *arguments: str) -> dict[str, Any]:
     """Run this file in a process of its own, whose cache is a folder; its last line."""
     done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=False,
-                          env={**os.environ, "RKMATE_CACHE_DIR": folder})
+                          env={**os.environ, "RKMATE_CACHE_DIR": folder, "PYTHONDONTWRITEBYTECODE": ""})
     if done.returncode:
         raise SystemExit(done.stderr)
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -280,6 +341,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--profile", action="store_true", help="print the seconds of each stage")
+    parser.add_argument("--waits", action="store_true", help="print what a user waits for")
+    parser.add_argument("--repeats", type=int, default=3, help="with --waits: processes")
     parser.add_argument("--gaps", action="store_true",
                         help="print how far plans of the benchmarks' models may be from the best")
     parser.add_argument("--models", help="with --profile or --gaps: further models, or the models")
@@ -293,12 +356,21 @@ def main() -> None:
     if options.one and options.profile:
         profile(options.one, options.width, options.length, options.costs)
         return
+    if options.one and options.waits:
+        waits(options.one, options.width, options.length, options.costs)
+        return
     if options.one:
         (allocated if options.memory else measure)(int(options.one), options.width, options.length)
         return
+    # As in an installed package, no module is compiled while it is timed.
+    compileall.compile_dir(Path(__file__).parents[1] / "rkmate", quiet=1)
     others = OTHERS if options.models is None else options.models.split(",")
     if options.gaps:
         print_gaps([*BENCHMARKED] if options.models is None else others)
+        return
+    if options.waits:
+        names = [name for name in (*options.layers.split(","), *(options.models or "").split(",")) if name]
+        print_waits(names, options.width, options.length, options.costs, options.repeats)
         return
     if options.profile:
         names = [name for name in (*options.layers.split(","), *others) if name]

@@ -168,8 +168,17 @@ def _other(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
             up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"))
         return _Summed(model).train(), (torch.randn(4, 3, 32, 32), torch.tensor(10)), {}
     import transformers
+    if kind == "large":
+        config: Any = transformers.GPT2Config(n_layer=36, n_embd=1280, n_head=20, use_cache=False)
+        ids = torch.randint(0, 50257, (2, 512))
+        return transformers.GPT2LMHeadModel(config).train(), (), {"input_ids": ids, "labels": ids}
+    if kind == "gpt":        # with dropout, as it is by default
+        config = transformers.GPT2Config(n_layer=count, n_embd=256, n_head=8, n_positions=256,
+                                         vocab_size=4096, bos_token_id=0, eos_token_id=0, use_cache=False)
+        ids = torch.randint(0, 4096, (4, 256))
+        return transformers.GPT2LMHeadModel(config).train(), (), {"input_ids": ids, "labels": ids}
     if kind == "efficientnet":
-        config: Any = transformers.EfficientNetConfig(image_size=64, num_labels=10, width_coefficient=0.5,
+        config = transformers.EfficientNetConfig(image_size=64, num_labels=10, width_coefficient=0.5,
                                                  hidden_dim=640)
         model = transformers.EfficientNetForImageClassification(config)
         return model.train(), (), {"pixel_values": images, "labels": labels}

@@ -87,12 +87,8 @@ class Schedule:
     @property
     def loss_at(self) -> int:
         """How many computations run before the loss."""
-        n = 0
-        for s in self.steps:
-            if isinstance(s, Loss):
-                return n
-            n += isinstance(s, Compute)
-        return n
+        kinds = list(map(type, self.steps))
+        return kinds[:kinds.index(Loss)].count(Compute) if Loss in kinds else kinds.count(Compute)
 
     def seconds(self, graph: CDGraph) -> float:
         """Sum of the times of all computations, in seconds: without waiting for copies."""
