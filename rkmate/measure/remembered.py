@@ -16,7 +16,7 @@ from torch import fx
 from rkmate.device import Device
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
-from rkmate.graph.ops.properties import is_view
+from rkmate.graph.ops.properties import is_view, kind_of_number
 from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.settings import MeasureSettings
 from rkmate.support.cache import keep_newest_once, read_json, write_json
@@ -123,8 +123,9 @@ class KnownOperations:
 
 
 def form_of(node: fx.Node) -> Hashable:
-    """Return everything that an operation's cost depends on, as far as its trace knows: the operator, and the
-    forms of its inputs; for views, also of the tensors that they look at."""
+    """Return everything that an operation's cost depends on, as far as its trace knows: the operator, the
+    forms of its inputs, and the kinds of floating-point numbers; for views, also of the tensors that they
+    look at."""
     args = node.args
     if node.target in (FORWARD, BACKWARD):       # of an opaque module, what it is, and not its number
         args = (kind_of(str(args[0])), *args[1:])
@@ -139,5 +140,5 @@ def _frozen(value: Any) -> Hashable:
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))
-    return repr(value)
+    return kind_of_number(value) if type(value) is float else repr(value)
 

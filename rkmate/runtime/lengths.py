@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch import nn
 
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.capture import Capture
+from rkmate.graph.ops.properties import kind_of_number
 from rkmate.graph.sizes import family
 from rkmate.graph.sizes.dry_run import Recording
-from rkmate.graph.sizes.family import KnownCall, derived, possible
+from rkmate.graph.sizes.family import KnownCall, derived, known_call, possible
 from rkmate.runtime.guards import Guards
 from rkmate.support.planning_lock import capture_lock
 
@@ -122,6 +123,9 @@ def resized(value: Any, length: int, fill: float | None) -> Any:
 
 MEMBERS = 4
 """Captures that a new size is derived from, at most: the latest."""
+NUMBERS = int, float
+LATEST = 16
+"""Signatures that are kept of those that differ in numbers alone, and whose captures were derived."""
 SAID = (10, 100, 1000, 10_000, 100_000)
 """Numbers of new sizes after which a message says how long they took."""
 
@@ -132,6 +136,10 @@ class Member:
 
     key: Guards
     known: KnownCall
+
+    def can_run(self, key: Guards) -> bool:
+        """Return whether its dry run was made, or can be: with the attributes that it was captured with."""
+        return self.known.recorded or self.key.attributes == key.attributes
 
 
 @dataclass
@@ -159,27 +167,67 @@ class NewSizes:
 
 
 def alike(a: Guards, b: Guards) -> bool:
-    """Return whether two signatures differ in the sizes of their arguments at most."""
-    return len(a.inputs) == len(b.inputs) and a._replace(inputs=b.inputs) == b and all(
-        len(s[0]) == len(t[0]) and s[1:4] == t[1:4] and isinstance(s[4], tuple) and isinstance(t[4], tuple)
-        for s, t in zip(a.inputs, b.inputs, strict=True))
+    """Return whether two signatures differ at most in the sizes of their arguments, and in numbers among
+    arguments and attributes."""
+    return len(a.inputs) == len(b.inputs) \
+        and a._replace(inputs=b.inputs, constants=b.constants, attributes=b.attributes) == b and all(
+            len(s[0]) == len(t[0]) and s[1:4] == t[1:4]
+            and isinstance(s[4], tuple) and isinstance(t[4], tuple)
+            for s, t in zip(a.inputs, b.inputs, strict=True)) \
+        and _are_alike(a.constants, b.constants) \
+        and (a.attributes == b.attributes or _are_alike(a.attributes.content, b.attributes.content))
+
+
+def _are_alike(a: Any, b: Any) -> bool:
+    """Return whether two parts of keys differ in numbers at most."""
+    if type(a) in NUMBERS or type(a) is not tuple:
+        return type(a) is type(b) and (type(a) in NUMBERS or a == b)
+    return type(b) is tuple and len(a) == len(b) and all(map(_are_alike, a, b))
+
+
+def numbers_in(part: Any) -> Iterator[int | float]:
+    """Yield the numbers in a part of a key; of parts that are alike, in one order."""
+    if type(part) in NUMBERS:
+        yield part
+    elif type(part) is tuple:
+        for value in part:
+            yield from numbers_in(value)
+
+
+def members_for(key: Guards, members: Iterable[Member | None]) -> list[Member]:
+    """Return the members of a key's family from which it may be derived, the latest last."""
+    return [m for m in members if m is not None and comparable(key, m.key) and m.can_run(key)][-MEMBERS:]
+
+
+def known_at(key: Guards, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any],
+             recording: Recording | None) -> KnownCall:
+    """Return a captured call as one from which others are derived."""
+    return known_call(capture, args, kwargs, recording, numbers_of(key))
 
 
 def comparable(key: Guards, other: Guards) -> bool:
-    """Return whether no size that differs is 0 or 1, which torch treats otherwise (broadcasting, strides)."""
-    return all(a == b or min(a, b) > 1 for s, t in zip(key.inputs, other.inputs, strict=True)
-               for a, b in zip(s[0], t[0], strict=True))
+    """Return whether no size that differs is 0 or 1, which torch treats otherwise (broadcasting, strides),
+    and no number one that operators have a way of their own for. The signatures are alike."""
+    *shapes, numbers = (zip(a, b, strict=True) for a, b in zip(sizes_of(key), sizes_of(other), strict=True))
+    return all(a == b or min(a, b) > 1 for shape in shapes for a, b in shape) and all(
+        a == b or kind_of_number(a) == kind_of_number(b) for a, b in numbers)
+
+
+def outdated(key: Guards, others: Iterable[Guards]) -> list[Guards]:
+    """Return the signatures (the latest last) that are not kept any longer: of those that differ from a key
+    in numbers alone, all but the last few. What changes in each step seldom comes back."""
+    return [k for k in others if k.inputs == key.inputs and k != key and alike(k, key)][:-LATEST]
 
 
 def derive(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: Guards,
            members: Sequence[Member]) -> tuple[Capture | None, Recording | None]:
     """Return the capture of a call from those of its family, if that is certain; and the dry run of the
     call."""
-    if not possible(shapes_of(key), [shapes_of(m.key) for m in members]):
+    if not possible(sizes_of(key), [sizes_of(m.key) for m in members]):
         return None, None
     start = time.perf_counter()
     with capture_lock:
-        found, new = derived(model, args, kwargs, [m.known for m in members])
+        found, new = derived(model, args, kwargs, [m.known for m in members], numbers_of(key))
     if new is not None:
         logger.debug("a call of another size: %s in %.2f s", "derived" if found is not None else
                      "to be captured, as its operations or sizes are not those of the known ones",
@@ -194,6 +242,11 @@ def compare(model: nn.Module, members: Sequence[Member]) -> None:
         family.compare(model, [m.known for m in members])
 
 
-def shapes_of(key: Guards) -> list[Sequence[int]]:
-    """Return the shapes of a signature's tensors."""
-    return [place[0] for place in key.inputs]
+def numbers_of(key: Guards) -> tuple[float, ...]:
+    """Return the floating-point numbers among a signature's arguments and attributes."""
+    return tuple(n for n in sizes_of(key)[-1] if type(n) is float)
+
+
+def sizes_of(key: Guards) -> list[Sequence[int | float]]:
+    """Return the shapes of a signature's tensors, and its numbers."""
+    return [*(place[0] for place in key.inputs), tuple(numbers_in((key.constants, key.attributes.content)))]

@@ -23,7 +23,6 @@ from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.collectives import groups_of
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
-from rkmate.graph.sizes.family import known_call
 from rkmate.ir.plan import in_one_line
 from rkmate.offload.target import Engines
 from rkmate.pipeline.following import follow, follow_any
@@ -40,7 +39,7 @@ from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards, changing, differing
 from rkmate.runtime.kept_plans import Executable, Planning, Prototype, Specialization, TangentMask
-from rkmate.runtime.lengths import MEMBERS, Member, NewSizes, alike, comparable, compare, derive
+from rkmate.runtime.lengths import Member, NewSizes, alike, compare, derive, known_at, members_for, outdated
 from rkmate.runtime.outside import (
     LOOKS,
     MANY,
@@ -190,8 +189,7 @@ class PlanCache:
                                       hooks_outside=self.planning.hooks_outside)
         self._warn_of_changes(key)
         start, others, budget = time.perf_counter(), self._of_other_sizes(key), self.planning.budget
-        members = [s.member for s in others if s.member is not None
-                   and comparable(key, s.member.key)][-MEMBERS:]
+        members = members_for(key, [s.member for s in others])
         derived, recording = derive(self.model, args, kwargs, key, members)
         like = None if plan is not None else self._prototype(key)
         traced = like.traced if like is not None else trace(
@@ -229,8 +227,8 @@ class PlanCache:
         # What is kept holds no tensors of this call.
         known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
         if derived is None and captured.recipe is None and like is None and not groups_of(captured.graph):
-            known.member = Member(key, known_call(captured, args, kwargs, recording))
-            if len(members) == 1:           # with it there are as many as another size is derived from
+            known.member = Member(key, known_at(key, captured, args, kwargs, recording))
+            if others and len(members) < 2:     # from now on, there may be as many as others are derived from
                 compare(self.model, [*members, known.member])
         if len(self):
             self.new_sizes.add(derived is not None, time.perf_counter() - start)
@@ -250,10 +248,12 @@ class PlanCache:
                       and any(s is other for other in others)]:
                 self._kept.move_to_end(k)
             self._kept[key] = new
+            for k in outdated(key, [k for k, s in self._kept.items() if s.member is None]):
+                del self._kept[k]
             total = sum(s.bytes for s in self._kept.values())
             while len(self._kept) > 1 and total > self.planning.settings.kept_plans_bytes:
                 total -= self._kept.popitem(last=False)[1].bytes
-                self.observations.keep(self._kept)
+            self.observations.keep(self._kept)
 
     def _warn_of_changes(self, key: Guards) -> None:
         with self._lock:

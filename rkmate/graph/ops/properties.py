@@ -4,6 +4,7 @@ graphs."""
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from typing import Any
 
@@ -24,6 +25,15 @@ RESHAPES = {aten.view.default, aten._unsafe_view.default}
 """Views that read their operand's elements in order, in another shape."""
 _HIDDEN_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.unsafe_split.Tensor,
                  aten.unsafe_chunk.default, aten.unsafe_split_with_sizes.default}
+
+_OWN_WAYS = {0.0, 0.5, 1.0, 2.0, 3.0}
+"""Absolute values of numbers that operators have ways of their own for: `pow`, products, dropout."""
+
+
+def kind_of_number(number: float) -> Any:
+    """Return what numbers have in common with which operators compute in one way, and at one cost."""
+    special = not math.isfinite(number) or abs(number) in _OWN_WAYS
+    return repr(number) if special else (type(number), number > 0)
 
 
 def is_view(node: fx.Node) -> bool:

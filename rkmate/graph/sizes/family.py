@@ -1,6 +1,7 @@
 """Captures of one call at several sizes, from which the capture at a further size is derived.
 
 Two full captures of a call at different sizes, and dry runs of both, give the graph of a third (`resized`).
+So do captures with other numbers, where operators compute with all of them in one way.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkmate.graph.capture.answers import Kinds
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.structure import TensorForm, form_of, take_apart
+from rkmate.graph.capture.structure import Structure, TensorForm, form_of, take_apart
+from rkmate.graph.ops.properties import kind_of_number
 from rkmate.graph.sizes.dry_run import Recording, dry_run
-from rkmate.graph.sizes.resized import Known, SideBySide, resized, side_by_side
+from rkmate.graph.sizes.resized import Known, Number, SideBySide, resized, side_by_side
 
 
 @dataclass
@@ -30,22 +33,25 @@ class KnownCall:
     recorded: bool = False
     common: SideBySide | None = None
     """Structure that its capture has in common with others, from the last time that it was needed."""
+    numbers: tuple[float, ...] = ()
+    """Numbers that the call was made with, other ones in other calls of the family: those of arguments and
+    attributes."""
 
 
 def known_call(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any],
-               recording: Recording | None = None) -> KnownCall:
+               recording: Recording | None = None, numbers: tuple[float, ...] = ()) -> KnownCall:
     """Return a call, its capture and, where it was made, its dry run."""
     tensors, structure = take_apart((args, kwargs), result=False)
     return KnownCall(replace(capture, inputs=structure), tuple(map(form_of, tensors)), recording,
-                     recording is not None)
+                     recording is not None, numbers=numbers)
 
 
-def possible(shapes: Sequence[Sequence[int]], known: Sequence[Sequence[Sequence[int]]]) -> bool:
-    """Return whether known calls' shapes, each of the same tensors, may tell the sizes of a new one: what is
-    the same in all of them is the same in it."""
+def possible(sizes: Sequence[Sequence[Number]], known: Sequence[Sequence[Sequence[Number]]]) -> bool:
+    """Return whether the sizes and numbers of known calls, each of the same tensors, may tell those of a new
+    one: what is the same in all of them is the same in it."""
     if len(known) < 2:
         return False
-    for places in zip(shapes, *known, strict=True):
+    for places in zip(sizes, *known, strict=True):
         for now, *before in zip(*places, strict=True):
             if now not in before and len(set(before)) == 1:
                 return False
@@ -71,14 +77,15 @@ def _is_contiguous(form: TensorForm) -> bool:
 
 
 def derived(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-            known: Sequence[KnownCall]) -> tuple[Capture | None, Recording | None]:
+            known: Sequence[KnownCall], numbers: tuple[float, ...] = ()
+            ) -> tuple[Capture | None, Recording | None]:
     """Return the capture of a call from known ones, if that is certain; and the dry run of the call.
 
-    The calls differ in the sizes of their tensors alone, and arguments that libraries look at are of the same
-    kinds; one thread at a time.
+    The calls differ in the sizes of their tensors and in their `numbers` alone, and arguments that libraries
+    look at are of the same kinds; one thread at a time.
     """
     tensors, structure = take_apart((args, kwargs), result=False)
-    new = dry_run(model, structure, [form_of(t) for t in tensors], looked=known[-1].capture.looked)
+    new = _recorded(model, structure, [form_of(t) for t in tensors], known[-1].capture.looked, numbers)
     if new is None:
         return None, None
     _record(model, known)
@@ -98,15 +105,25 @@ def compare(model: nn.Module, known: Sequence[KnownCall]) -> None:
 def _record(model: nn.Module, known: Sequence[KnownCall]) -> None:
     for k in known:
         if not k.recorded:
-            k.recording, k.recorded = dry_run(model, k.capture.inputs, k.forms,
-                                                 looked=k.capture.looked), True
+            k.recording, k.recorded = _recorded(model, k.capture.inputs, k.forms, k.capture.looked,
+                                                k.numbers), True
+
+
+def _recorded(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm], looked: Kinds,
+              numbers: tuple[float, ...]) -> Recording | None:
+    """Return a dry run, whose numbers end with those that the call was made with: a patched operation may
+    read them as they are."""
+    made = dry_run(model, inputs, forms, looked=looked)
+    return None if made is None else replace(made, numbers=(*made.numbers, *numbers))
 
 
 def _alike(known: Sequence[KnownCall], new: Recording) -> tuple[list[Known], SideBySide | None]:
-    """Return the known calls that do the operations of another one, and what they have in common, if it is at
-    hand in whatever order they came; None where they are too few, or have nothing in common."""
+    """Return the known calls that do the operations of another one in its ways, and what they have in common,
+    if it is at hand in whatever order they came; None where they are too few, or have nothing in common."""
     # A first call may set an attribute that later ones find set (transformers' `problem_type`).
     same = [k for k in known if k.recording is not None and k.recording.text == new.text
+            and all(a == b or type(a) is not float or kind_of_number(a) == kind_of_number(b)
+                    for a, b in zip(k.recording.numbers, new.numbers, strict=True))
             and [a.path for a in k.capture.assigned] == [a.path for a in known[-1].capture.assigned]]
     pairs = {id(k.capture): Known(k.capture, k.recording) for k in same if k.recording is not None}
     if len(pairs) < 2:
