@@ -308,6 +308,17 @@ def waiting_bytes(graph: CDGraph, reserve_at_loss: int) -> int:
     return max(lasting_of_loss(graph, reserve_at_loss), graph.bytes(graph.output_grads))
 
 
+def peak_with_gradients(graph: CDGraph, schedule: Schedule, found: Simulation) -> int:
+    """Return the peak of a call whose gradients of parameters stay until its backward is over, because no
+    gradients were there to add them to. `found`: what `simulate` has found."""
+    gone, peak = 0, found.peak
+    for step, level in zip(schedule.steps, found.timeline, strict=True):
+        if isinstance(step, Free) and step.d in graph.releases:
+            gone += graph.d[step.d].size
+        peak = max(peak, level + gone)
+    return peak
+
+
 def peak_of_calls(graph: CDGraph, schedule: Schedule, calls: int, *, reserve_at_loss: int = 0,
                   pinned: Iterable[int] = ()) -> int:
     """Return bytes alive at once, at most, in a step of `calls` forwards, one loss, and the backward of each.

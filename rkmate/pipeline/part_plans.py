@@ -11,7 +11,7 @@ from torch import fx
 
 from rkmate.graph.capture.capture import Capture, Source
 from rkmate.ir.schedule import Schedule
-from rkmate.ir.simulate import simulate
+from rkmate.ir.simulate import peak_with_gradients, simulate
 from rkmate.pipeline.attempts import Planned, plan_of
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, prepare
 from rkmate.pipeline.solve import Solved, solve
@@ -47,13 +47,20 @@ class PartWays:
     """The figures of each schedule."""
     smallest: int | None
     """The smallest budget of one call, in bytes."""
+    keeps_gradients: bool = False
+    """Whether gradients of parameters stay in memory until the backward of a call is over."""
 
     @property
     def whole(self) -> Way:
         """The figures of a call without recomputation."""
+        return self.way(self.solved.prepared.whole)
+
+    def way(self, schedule: Schedule) -> Way:
+        """Return the figures of a schedule."""
         prepared = self.solved.prepared
-        return Way(prepared.baseline.seconds, prepared.baseline.saved,
-                   prepared.baseline.peak - prepared.baseline.saved)
+        found = prepared.simulate(schedule)
+        peak = peak_with_gradients(prepared.graph, schedule, found) if self.keeps_gradients else found.peak
+        return Way(found.seconds, found.saved, max(0, peak - found.saved))
 
     def planned(self, number: int, extra: int) -> Planned:
         """A plan with one of the schedules. `extra`: bytes on top of what it saves that it may take while it
@@ -77,16 +84,18 @@ def with_bytes_at_loss(prepared: Prepared, extra: int) -> Prepared:
 
 @gc_pause()
 def ways_of(traced: Traced, planner: str, limit: Callable[[Blocked], int], share: float,
-            variant: Variant | None = None) -> PartWays:
+            variant: Variant | None = None, keeps_gradients: bool = False) -> PartWays:
     """Measure a part, and look for schedules that hold more or less between forward and backward.
 
     `traced`: with ``Settings(loss_bytes=0)``, as the part's outputs go on into the model. `limit`: the bytes
     that measuring may take. `share`: about how much of what it saves a call can hold within the budget.
-    `variant`: of its graph; the settings' first unless given.
+    `variant`: of its graph; the settings' first unless given. `keeps_gradients`: whether gradients of
+    parameters stay until the backward of a call is over (`fully_shard`).
     """
     prepared = prepare(traced, variant, limit=limit)
     method = find_planner(planner, traced.settings.of_planner)
-    return _with(PartWays(solve(prepared), method.name, (), (), None), method, (prepared.whole,), share)
+    part = PartWays(solve(prepared), method.name, (), (), None, keeps_gradients)
+    return _with(part, method, (prepared.whole,), share)
 
 
 @gc_pause()
@@ -97,11 +106,9 @@ def more_ways(ways: PartWays, share: float) -> PartWays:
 
 
 def _with(part: PartWays, method: Planner, known: Sequence[Schedule], share: float) -> PartWays:
-    prepared = part.solved.prepared
     ways: dict[Way, Schedule] = {}
     for schedule in (*known, *(_searched(part.solved, method, share) if share < 1 else ())):
-        found = prepared.simulate(schedule)
-        ways.setdefault(Way(found.seconds, found.saved, max(0, found.peak - found.saved)), schedule)
+        ways.setdefault(part.way(schedule), schedule)
     kept = [w for w in ways if not any(_is_better(o, w) for o in ways)]
     smallest = min((w.saved + w.extra for w in kept), default=None)
     return replace(part, schedules=tuple(ways[w] for w in kept), ways=tuple(kept), smallest=smallest)

@@ -35,6 +35,7 @@ from rkmate.runtime.observed_step import key_of
 from rkmate.runtime.segments import Call, saved_by
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
+from rkmate.torch_seam.dtensor import dtensor_types, held_part, is_dtensor
 from rkmate.torch_seam.tensors import storage_lives, version_of
 
 USUAL = re.compile(
@@ -58,7 +59,8 @@ class Outside(NamedTuple):
     held: int = 0
     """Bytes that the caller has made, and holds while the backward runs."""
     is_usual: bool = True
-    """Whether the loss takes no more than is left for one."""
+    """Whether the loss takes no more than is left for one. Operations on DTensors may communicate, and take
+    other memory than those of the same name (`loss_parallel`)."""
     operations: int = 0
     """Differentiable operations from the outputs to the loss."""
     between: BetweenMeter | Measured | None = None
@@ -118,10 +120,11 @@ class OutsideWatch:
         """Return what is there now. `gradients`: of the module's outputs, which a plan counts."""
         known = self._before | {key_of(g) for g in gradients if g is not None}
         new = {key: found for key, found in _found(self._device).items() if key not in known}
-        names = _operations([t.grad_fn for found in new.values() for t in found
-                             if t.numel() == 1 and t.grad_fn is not None])
-        return Outside(sum(found[0].untyped_storage().nbytes() for found in new.values()),
-                       all(map(USUAL.match, names)), len(names))
+        numbers = [t for found in new.values() for t in found if t.numel() == 1 and t.grad_fn is not None]
+        names = _operations([t.grad_fn for t in numbers])
+        is_usual = all(map(USUAL.match, names)) and not any(map(is_dtensor, numbers))
+        return Outside(sum(held_part(found[0]).untyped_storage().nbytes() for found in new.values()),
+                       is_usual, len(names))
 
 
 class BetweenMeter:
@@ -255,8 +258,9 @@ class InARow:
 def _found(device: torch.device) -> dict[int, list[torch.Tensor]]:
     """Return the tensors of a device by the number of their storage; without those that have none."""
     found: dict[int, list[torch.Tensor]] = defaultdict(list)
+    kinds = torch.Tensor, nn.Parameter, *dtensor_types()
     for t in gc.get_objects():
-        if type(t) in (torch.Tensor, nn.Parameter) and t.device == device and (key := key_of(t)) is not None:
+        if type(t) in kinds and t.device == device and (key := key_of(held_part(t))) is not None:
             found[key].append(t)
     return found
 

@@ -305,6 +305,7 @@ class PlanCache:
         such calls, and plan others for `before` calls."""
         calls = self.open_calls.seen
         with planning_lock:
+            taken = max((taken_by(e.plan, calls) for e in known.executables.values()), default=0)
             self._plan_for_calls(calls)
             try:
                 found = self.current(known, tensors)
@@ -323,8 +324,9 @@ class PlanCache:
                 warn(f"{words} the smallest plan, and take about {smallest.plan.peak_bytes:,} bytes")
                 return smallest
         logger.warning("the module is called %d times before a backward: from this step on, plans are for %d "
-                       "calls, within %s bytes (the first steps, planned for %d, may have taken more)", calls,
-                       calls, f"{found.plan.budget_bytes:,}", before)
+                       "calls, within %s bytes (the first steps, planned for %d, took up to %s; "
+                       "calls=%d plans for all from the start)", calls, calls, f"{found.plan.budget_bytes:,}",
+                       before, f"{taken:,}", calls)
         return found
 
     def look_outside(self, call: Call, known: Specialization, ready: Executable) -> None:
@@ -411,6 +413,8 @@ class PlanCache:
             if seen.between is not None and all(
                     p.calls * saved_by(p) + loss <= p.budget_bytes - held for p in plans):
                 return self.current(known, tensors)
+            given = f"{plans[0].budget_bytes + before.outside:,}"
+            takes = max(max(p.peak_bytes + seen.held, p.calls * saved_by(p) + loss) for p in plans)
             known.traced = with_room = replace(before, outside=held, settings=replace(
                 before.settings, loss_bytes=max(loss_of_call(loss, p) for p in plans)))
             known.executables.clear()
@@ -422,8 +426,6 @@ class PlanCache:
                 found = self.current(known, tensors)
                 if known.has_others:        # this step measures what it is: the next one says so
                     return found
-                plan = found.plan
-                takes = max(plan.peak_bytes + seen.held, plan.calls * saved_by(plan) + loss)
                 smallest = self._smallest(known, with_room, tensors, error)
                 if smallest is not None and smallest.plan.peak_bytes + held < takes:
                     known.executables[smallest.compiled.wanted] = smallest
@@ -431,11 +433,11 @@ class PlanCache:
                          f"plan, and take about {smallest.plan.peak_bytes + held:,} bytes. {remedy}")
                     return smallest
                 warn(f"{words}. No plan keeps to the budget with it: {error}. Steps take up to about "
-                     f"{takes:,} bytes with plans for {plan.budget_bytes:,}, in which a usual loss has room. "
-                     f"{remedy}")
+                     f"{takes:,} bytes with plans for {found.plan.budget_bytes:,}, in which a usual loss has "
+                     f"room. {remedy}")
                 return found
-        logger.warning("%s: from this step on, plans leave room for that (the steps before took more than "
-                       "their budget)", words)
+        logger.warning("%s: from this step on, plans leave room for that (the steps before took up to %s "
+                       "bytes of a budget of %s)", words, f"{takes:,}", given)
         return found
 
     def _smallest(self, known: Specialization, traced: Traced, tensors: Sequence[torch.Tensor],

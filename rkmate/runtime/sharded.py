@@ -395,7 +395,6 @@ class Sharded(OneBudget):
             if follower is self.tail:
                 refuse_what_would_run_twice(traced.capture)
                 drop_beginning(traced.capture, len(self._returned[-1][1]))
-
             known = next((p for p in self._parts if p.note(key, traced)), None)
             if known is not None:
                 return known
@@ -405,11 +404,12 @@ class Sharded(OneBudget):
                 counted = with_operation_costs(blocked, [costs[i] for i in range(len(costs))])
                 return max(1, self.planning.budget.of(self._about() + counted.baseline_peak) // 2)
 
-            part = Part(model, key, traced, [ways_of(traced, planning.planner, limit, 0.0)], not any(
+            ways = functools.partial(ways_of, traced, planning.planner, limit, 0.0, keeps_gradients=True)
+            part = Part(model, key, traced, [ways()], not any(
                 forward_hooks_of(m) or forward_pre_hooks_of(m) for m in model.modules() if m is not model))
             if traced.settings.chunked_loss == "auto" and block(traced).concerned.get(CHUNKED_LOSS.name):
                 variant = together([*first(traced.settings).rows, CHUNKED_LOSS])
-                part.forms.append(ways_of(traced, planning.planner, limit, 0.0, variant))
+                part.forms.append(ways(variant=variant))
                 part.is_changed_at_once = self._is_surely_too_large(part)
         cast(dict[Any, Any], traced.tensors).clear()         # they belong to this call
         return part

@@ -22,7 +22,7 @@ from rkmate.device.events import give_way_by
 from rkmate.device.protocol import PartsMeter, thread_of
 from rkmate.planners.several_calls import Moment, Way
 from rkmate.runtime.module import PlannedModule
-from rkmate.runtime.observed_step import MOST
+from rkmate.runtime.observed_step import MOST, key_of
 from rkmate.runtime.one_budget import Part, Rest
 from rkmate.runtime.segments import Call
 from rkmate.torch_seam.dtensor import is_dtensor, local_part
@@ -178,6 +178,8 @@ class Observed:
         self._stretch = ExitStack()
         self._stretches: list[tuple[int | None, tuple[int, ...]]] = []
         """Of each stretch of the step, the number of the planned call that runs, and of those that hold."""
+        self._arriving: dict[int, int] = {}
+        """Of each stretch in which a backward begins, the bytes of the gradients that it is given."""
         self._holding: dict[int, None] = {}
         self.calls: list[tuple[Any, Part, Way]] = []
         """The planned calls, and what each follows."""
@@ -209,6 +211,8 @@ class Observed:
                 after_backward(self._backward_over)
             self._holding.pop(number, None)
             self._next(number)
+            given = {key_of(g): g.untyped_storage().nbytes() for g in grads if g is not None}
+            self._arriving[len(self._stretches) - 1] = sum(given.values())
             if begins is not None:
                 begins(grads)
 
@@ -264,7 +268,7 @@ class Observed:
             if running is not None and running < len(self.calls):
                 _, part, way = self.calls[running]
                 own = 0 if running not in self._of_backward(k) else way.saved
-                base = max(begin - own, peak - way.saved - way.extra) - held
+                base = max(begin - own - self._arriving.get(k, 0), peak - way.saved - way.extra) - held
                 beside = max(beside, base - absent)
                 plain = max(plain, base + whole + part.whole.saved + part.whole.extra)
             else:

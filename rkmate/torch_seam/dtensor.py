@@ -38,10 +38,15 @@ class Placed:
         return ", ".join(map(str, self.placements))
 
 
+def dtensor_types() -> tuple[type[torch.Tensor], ...]:
+    """Return the class of DTensors, if it was loaded."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return () if module is None else (module.DTensor,)
+
+
 def is_dtensor(value: Any) -> bool:
     """Return whether a value is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    return isinstance(value, dtensor_types())
 
 
 def placed(tensor: Any) -> Placed:
@@ -88,9 +93,14 @@ def placements_of(model: nn.Module) -> dict[str, int]:
     return dict(found)
 
 
+def held_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: of a DTensor, its local part."""
+    return local_part(tensor.detach()) if is_dtensor(tensor) else tensor
+
+
 def bytes_held(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor that this rank holds: of a DTensor, those of its local part."""
-    return (local_part(tensor.detach()) if is_dtensor(tensor) else tensor).nbytes
+    return held_part(tensor).nbytes
 
 
 # -- While a model is traced --------------------------------------------------------------------

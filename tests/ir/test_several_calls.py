@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import from_order, save_all
-from rkmate.ir.simulate import peak_of_calls, simulate
+from rkmate.ir.simulate import peak_of_calls, peak_with_gradients, simulate
 from tests.ir.graphs import line, orders
 
 
@@ -35,6 +35,17 @@ def test_gradients_of_parameters_wait_for_those_of_the_other_calls() -> None:
     number = next(j for j, d in enumerate(graph.d) if d.name == "g1")
     leaving = replace(graph, releases={number: 2})
     assert peak_of_calls(leaving, save_all(leaving), 2) == alone + graph.d[number].size
+
+
+def test_gradients_of_parameters_that_stay_count_from_where_they_leave() -> None:
+    graph = line(2)
+    schedule = save_all(graph)
+    alone = simulate(graph, schedule)
+    assert peak_with_gradients(graph, schedule, alone) == alone.peak
+    number = next(j for j, d in enumerate(graph.d) if d.name == "g2")
+    leaving = replace(graph, releases={number: 1})
+    # f0  f1  loss -v1 b1  -g2 -v0 b0  -g1: the gradient of 10 goes after b1, and stands beside the rest.
+    assert peak_with_gradients(leaving, schedule, alone) == max(alone.peak, 10 + max(alone.timeline[5:]))
 
 
 @given(orders(), st.integers(1, 4))

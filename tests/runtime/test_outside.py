@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rkmate
+from rkmate import device as devices
 from rkmate.integrations.plan_log import plans_of
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.step import measure_step
@@ -57,6 +59,28 @@ def test_the_second_or_third_step_keeps_to_the_budget(name: str) -> None:
     assert measure_step(model, stepping(model, LOSSES[name])).peak <= budget
     plan = rkmate.applied(model).plan
     assert ("next to the step" in plan.note) is (plan.budget_bytes < budget)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_the_notice_names_the_bytes_of_the_first_step(calls: int, caplog: pytest.LogCaptureFixture) -> None:
+    """An unusual loss, or a second call before the backward."""
+    def step() -> None:
+        if calls == 1:
+            LOSSES["of several operations"](model(X)).backward()
+        else:
+            F.mse_loss(model(X), model(X + 1)).backward()
+
+    model = net()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    budget = int(0.7 * measure_step(model, step).peak)
+    rkmate.apply(model, budget=budget, progress=False, settings=rkmate.Settings(costs="analytic"))
+    with caplog.at_level(logging.WARNING, "rkmate"):
+        first = devices.of(X).measure_peak(step).peak
+        step()
+    told = re.search(r"took up to ([0-9,]*[0-9])", caplog.text)
+    assert told is not None and first <= int(told[1].replace(",", "")) <= 1.1 * first
+    assert f"{budget:,}" in caplog.text
 
 
 def _applied(loss: Loss, caplog: pytest.LogCaptureFixture, **settings: Any) -> Any:

@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rkmate
+from benchmarks.ranks import Reduced
 from rkmate import device as devices
 from rkmate.errors import RkmateError, sendable
 from rkmate.graph.capture.collectives import CollectiveError, communicates, groups_of, refuse_in_joint
@@ -43,18 +44,6 @@ def _functional() -> Any:
     from torch.distributed import _functional_collectives
 
     return _functional_collectives
-
-
-class _Reduced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y = x.clone()
-        dist.all_reduce(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        return g.clone()
 
 
 class _ReducedBackward(torch.autograd.Function):
@@ -205,7 +194,7 @@ _ALONE: list[Any] = []
 """The group that this rank is alone in."""
 WAYS: dict[str, Way] = {
     "functional all_reduce": _all_reduce, "functional all_gather": _all_gather, "in place": _detached,
-    "a function's forward": _Reduced.apply, "a function's backward": _ReducedBackward.apply,
+    "a function's forward": Reduced.apply, "a function's backward": _ReducedBackward.apply,
     "a function's backward, async": _ReducedBackwardLater.apply, "all to all": _Exchanged.apply,
     "async": _later, "torch.distributed.nn": _of_nn, "swallowed": _swallowed, "a maximum": _summed_number,
     "gathered": _gathered_into, "a list": _gathered_list, "scattered": _scattered, "broadcast": _from_first}

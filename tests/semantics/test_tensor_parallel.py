@@ -3,6 +3,7 @@ and the gradients of the original, within the budget."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,48 @@ def _peak(rank: int) -> dict[str, Any]:
     return {"measured": peak, "planned": run.plan.peak_bytes, "budget": run.plan.budget_bytes}
 
 
+def _loss_parallel(rank: int) -> dict[str, Any]:
+    """A loss of a parallel output: its operations are on DTensors, and communicate."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    def stepping(net: nn.Module) -> Callable[[], torch.Tensor]:
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+
+        def step() -> torch.Tensor:
+            with loss_parallel():
+                loss = nn.functional.cross_entropy(net(x), torch.arange(64) % 16)
+                loss.backward()
+            return whole(loss)
+        return step
+
+    def steps(net: nn.Module) -> list[torch.Tensor]:
+        found = []
+        for _ in range(3):
+            net.zero_grad()
+            found += [stepping(net)(), *(whole(p.grad) for p in net.parameters())]
+        return found
+
+    def wide() -> Net:
+        net = Net()
+        net.head = nn.Linear(64, 256)
+        return _parallel(net, "distributed output")
+
+    plain = wide()
+    theirs = steps(plain)
+    peaks: list[Any] = [None, None]
+    dist.all_gather_object(peaks, devices.of(plain.head.bias).measure_peak(stepping(plain)).peak)
+    found: dict[str, Any] = {"equal": True, "peaks": [], "warnings": []}
+    for share in (0.6, 0.48):
+        net, budget = wide(), int(share * max(peaks))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            rkmate.apply(net, budget=budget, progress=False, settings=QUICK)
+            found["equal"] &= are_equal(steps(net), theirs)
+        found["peaks"] += [(devices.of(plain.head.bias).measure_peak(stepping(net)).peak, budget)]
+        found["warnings"] += [[str(w.message) for w in said if "outputs of Net" in str(w.message)]]
+    return found
+
+
 def _input_refused(rank: int) -> dict[str, Any]:
     """A DTensor for a model of plain tensors; and one of which ranks have parts of different sizes."""
     found, mesh = [], init_device_mesh("cpu", (2,))
@@ -134,7 +177,8 @@ def _input_refused(rank: int) -> dict[str, Any]:
 KINDS = ("tensor", "sequence", "distributed output", "distributed input")
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{kind: lambda rank, kind=kind: _wrapped(rank, kind) for kind in KINDS},
-    "applied": _applied, "later": _later, "peak": _peak, "input refused": _input_refused}
+    "applied": _applied, "later": _later, "peak": _peak, "loss parallel": _loss_parallel,
+    "input refused": _input_refused}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,6 +203,16 @@ def test_in_place_and_made_parallel_afterwards(found: Found, name: str) -> None:
     for mine in found[name]:
         assert "failed" not in mine, mine["failed"]
         assert mine["equal"] and mine.get("one plan", True)
+
+
+def test_a_parallel_loss_has_room_or_a_warning(found: Found) -> None:
+    """0.6 of the step's peak is enough; no plan keeps to the smaller share."""
+    for mine in found["loss parallel"]:
+        assert "failed" not in mine, mine["failed"]
+        (peak, budget), (over, small) = mine["peaks"]
+        assert mine["equal"] and peak <= budget and over > small
+        nothing, said = mine["warnings"]
+        assert not nothing and len(said) == 1 and f"plans for {small:,}" in said[0], said
 
 
 def test_the_budget_is_held(found: Found) -> None:
