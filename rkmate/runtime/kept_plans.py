@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.capture.capture import Capture
@@ -19,8 +20,9 @@ from rkmate.pipeline.sizes import KnownPlan
 from rkmate.runtime.executable import PlannedStep
 from rkmate.runtime.guards import Guards
 from rkmate.runtime.lengths import Member
-from rkmate.runtime.outside import Outside, Shown
+from rkmate.runtime.outside import LOOKS, MANY, Outside, Shown, is_over, warn_of_others
 from rkmate.runtime.recorded_step import RecordedStep
+from rkmate.runtime.segments import OpenCalls
 from rkmate.runtime.snapshot import HOOKS_OF_FORWARD
 from rkmate.show.plan import Plan
 from rkmate.torch_seam.modules import COMPILED_CALL
@@ -105,6 +107,27 @@ class Specialization:
     backward."""
     member: Member | None = None
     """The full capture from which other sizes are derived; None if this one was derived."""
+
+    def note_outside(self, ready: Executable, seen: Outside, opened: int, calls: OpenCalls) -> None:
+        """Note what a step has shown outside of its plan. `opened`: of its calls, were open then."""
+        plan, host, ready.looks = ready.plan, devices.of(ready.compiled.device).host, LOOKS
+        if seen.again:
+            if is_over(seen._replace(held=seen.held - self.traced.outside), plan):
+                found = seen if self.outside == Outside() else self.outside
+                self.outside = found._replace(held=max(seen.held, found.held), again=True)
+        elif opened > plan.calls and (seen.between is not None or not seen.is_usual):
+            calls.count(opened)                             # the next step is looked at with plans for them
+            self.has_others = host
+        elif seen.between is not None:
+            self.outside = seen
+        elif seen.operations > MANY and host:
+            self.has_others = True
+        elif seen.operations > MANY:
+            warn_of_others(self.traced.name, plan.graph.reserve_at_loss)
+        else:
+            self.has_others = not seen.is_usual and host
+            if is_over(seen._replace(held=seen.held - self.traced.outside), plan):
+                self.outside = seen
 
     @property
     def bytes(self) -> int:

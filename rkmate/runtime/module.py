@@ -21,8 +21,9 @@ from rkmate.graph.capture.refusals import refuse_data_parallelism, refuse_flat_p
 from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.settings import NewShape as NewShape
 from rkmate.runtime.adapters import Adapter, Arguments, before_a_plan, run_around
+from rkmate.runtime.double_backward import Original
 from rkmate.runtime.environment import RerunState
-from rkmate.runtime.executable import Gradients, Original
+from rkmate.runtime.executable import Gradients
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.kept_plans import Executable, Planning, Prototype, Specialization
 from rkmate.runtime.lengths import Lengths

@@ -35,7 +35,7 @@ from rkmate.runtime.observed_step import key_of
 from rkmate.runtime.segments import Call, saved_by
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
-from rkmate.torch_seam.tensors import storage_lives, version_of
+from rkmate.torch_seam.tensors import keeps_graph, saved_by_node, storage_lives, version_of
 
 USUAL = re.compile(
     r"^(Nll|LogSoftmax|Mse|SmoothL1|Huber|BinaryCrossEntropy|View|UnsafeView|ReshapeAlias|Transpose|T|Permute|"
@@ -65,6 +65,8 @@ class Outside(NamedTuple):
     """Measures the bytes that the caller takes between forward and backward."""
     calls: int = 1
     """Calls of the step, one after the other, of which the caller has kept something."""
+    again: bool = False
+    """Whether a backward has gone through the call before."""
 
 
 class Measured(NamedTuple):
@@ -110,18 +112,26 @@ class OutsideWatch:
     """Looks for what was made since a forward has returned, and is still there when its backward begins:
     the tensors that Python refers to, and the operations that led to them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before = frozenset(_found(device))
+    def __init__(self, device: torch.device, model: nn.Module) -> None:
+        """`model`: the gradients of its parameters are no part of a budget."""
+        self._device, self._model = device, model
+        self._before = {key: storage_lives(found[0]) for key, found in _found(device).items()}
+        """Storages that were there. None of them gives its number to another one."""
 
-    def end(self, gradients: Sequence[torch.Tensor | None]) -> Outside:
-        """Return what is there now. `gradients`: of the module's outputs, which a plan counts."""
-        known = self._before | {key_of(g) for g in gradients if g is not None}
+    def end(self, gradients: Sequence[torch.Tensor | None], copies: Sequence[torch.Tensor]) -> Outside:
+        """Return what is there now. `gradients`: of the module's outputs, which a plan counts; `copies`: of
+        what its forward has left."""
+        known = self._before.keys() | gradients_of(self._model) | {
+            key_of(t) for t in (*gradients, *copies) if t is not None}
         new = {key: found for key, found in _found(self._device).items() if key not in known}
-        names = _operations([t.grad_fn for found in new.values() for t in found
+        nodes = _operations([t.grad_fn for found in new.values() for t in found
                              if t.numel() == 1 and t.grad_fn is not None])
-        return Outside(sum(found[0].untyped_storage().nbytes() for found in new.values()),
-                       all(map(USUAL.match, names)), len(names))
+        names = [type(node).__name__ for node in nodes]
+        sizes = {key: found[0].untyped_storage().nbytes() for key, found in new.items()}
+        if keeps_graph():
+            sizes |= {key: t.untyped_storage().nbytes() for node in nodes for t in saved_by_node(node)
+                      if t.device == self._device and (key := key_of(t)) is not None and key not in known}
+        return Outside(sum(sizes.values()), all(map(USUAL.match, names)), len(names))
 
 
 class BetweenMeter:
@@ -225,10 +235,11 @@ class InARow:
         if start is None or before is None:
             return
         new, planned, after = self._new, self._planned, self._storages(device)
-        place, calls = len(self._calls) - 1, self._calls_before
+        place, calls, first = len(self._calls) - 1, self._calls_before, True
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
-            if len(are_open()) == 1:
+            nonlocal first
+            if first and len(are_open()) == 1:
                 made = {key for key, lives in new.items() if lives()}
                 there = {k: b for k, b in start.items() if k not in made}
                 now = self._storages(device)
@@ -242,12 +253,13 @@ class InARow:
                 if left > LOSS_SCALARS * (place + 1):
                     # The plan counts what calls leave that are open at once.
                     tell(Outside(left * (place + 1 - planned) // place + held, calls=calls))
+            first = False
             if then is not None:
                 then(grads)
         call.begins = begins
 
     def _storages(self, device: torch.device) -> dict[int, int]:
-        grads = {key_of(p.grad) for p in self._model.parameters() if p.grad is not None}
+        grads = gradients_of(self._model)
         return {key: found[0].untyped_storage().nbytes() for key, found in _found(device).items()
                 if key not in grads}
 
@@ -261,20 +273,25 @@ def _found(device: torch.device) -> dict[int, list[torch.Tensor]]:
     return found
 
 
-def _operations(begin: Sequence[Any]) -> list[str]:
-    """Return the names of autograd's nodes from some on, up to those of planned modules."""
+def gradients_of(model: nn.Module) -> set[int | None]:
+    """Return the storages of the gradients of a module's parameters."""
+    return {key_of(p.grad) for p in model.parameters() if p.grad is not None}
+
+
+def _operations(begin: Sequence[Any]) -> list[Any]:
+    """Return autograd's nodes from some on, up to those of planned modules."""
     seen: set[Any] = set()
-    names: list[str] = []
+    found: list[Any] = []
     todo = list(begin)
-    while todo and len(names) <= MANY:
+    while todo and len(found) <= MANY:
         node = todo.pop()
         name = type(node).__name__
         if node in seen or name == "AccumulateGrad" or name.startswith("_"):
             continue
         seen.add(node)
-        names.append(name)
+        found.append(node)
         todo += [n for n, _ in node.next_functions if n is not None]
-    return names
+    return found
 
 
 def is_over(seen: Outside, plan: Plan) -> bool:
@@ -318,6 +335,9 @@ def needs_of(seen: Outside, usual: int, name: str) -> Needs | None:
     held = max(0, seen.held - LOSS_SCALARS)
     if seen.calls > 1:
         return Needs(held, usual, _in_a_row(seen, name), "Let go of losses and of inputs' gradients earlier")
+    if seen.again and seen.between is None:
+        return Needs(held, usual if seen.is_usual else of_more(usual), _in_a_row(seen, name),
+                     "Add the losses up, and call one backward")
     if seen.between is None:
         loss = usual if seen.is_usual else of_more(usual)
         return Needs(held, loss, f"the loss that is computed from the outputs of {name} takes more than a "
@@ -343,6 +363,9 @@ def warn_of_others(name: str, usual: int) -> None:
 
 
 def _in_a_row(seen: Outside, name: str) -> str:
+    if seen.again:
+        return (f"several backwards go through one call of {name} (retain_graph=True), and its caller keeps "
+                f"{seen.held:,} bytes (the losses with what they keep, gradients) while a later one runs")
     return (f"a step calls {name} {seen.calls} times, and its caller keeps {seen.held:,} bytes of finished "
             "calls and of the latest one's loss (losses, inputs, their gradients, outputs) while a later "
             "backward runs")

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
 from rkmate.device import MeterError
@@ -83,7 +83,7 @@ class PlanCache:
         self._last: tuple[Guards, Specialization] | None = None
         """The last that is kept, where it was also found last: compared with a call before that is hashed."""
         self._lock = threading.RLock()
-        self._warned = False
+        self._warned = self._warned_of_backwards = False
         self.open_calls = OpenCalls(planning.calls_at_once, counts=planning.counts_calls,
                                     more_calls=planning.more_calls)
         # Parts have a share of a known step.
@@ -272,7 +272,7 @@ class PlanCache:
         if known.shown is not None:
             shown, known.shown = known.shown, None
             if (together := shown.together()) is not None:
-                self._note_outside(known, shown.ready, *together)
+                known.note_outside(shown.ready, *together, self.open_calls)
         calls = self.planning.settings.calls
         if self.open_calls.seen > calls and not self.open_calls.now():
             return self._for_calls_seen(known, tensors, calls)
@@ -329,52 +329,48 @@ class PlanCache:
 
     def look_outside(self, call: Call, known: Specialization, ready: Executable) -> None:
         """Look, once for each plan, at what the caller makes of the outputs of a call whose forward has
-        returned, before its backward. If the plan has no room for it, the next forward is planned anew.
-        If several calls are open, the latest one is looked at, whose backward begins first."""
+        returned, before its backward, and before each further one. If the plan has no room for it, the next
+        forward is planned anew. If several calls are open, the latest one is looked at, whose backward begins
+        first."""
         settings = known.traced.settings
         self._look_for_finished_calls(call, known, ready)
         looked = ready.looks >= LOOKS or settings.loss_bytes is not None
-        if not self.planning.counts_calls or (looked and not known.has_others) or self._saved or \
-                len(self.open_calls.now()) < settings.calls or \
-                self.planning.settings.loss_bytes is not None or not ready.compiled.outputs.are_large:
+        if (looked and not known.has_others) or self._saved or self.planning.more_calls is not None or \
+                len(self.open_calls.now()) < settings.calls or self.planning.settings.loss_bytes is not None:
             return
-        ready.looks, measures, known.has_others = ready.looks + 1, known.has_others, False
+        large = ready.compiled.outputs.are_large and self.planning.counts_calls
+        ready.looks, measures = ready.looks + 1, known.has_others and large
+        known.has_others = False
         number, device = self.open_calls.added, ready.compiled.device
-        watch, then = OutsideWatch(device), call.begins
+        watch, this, then = OutsideWatch(device, self.model), weakref.ref(call), call.begins
         meter = BetweenMeter(device, call) if measures else None
         ranks = ranks_in(groups_of(known.capture.graph))
         shown = None if ranks is None else Shown(ready, ranks.told)
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
+            mine = this()
             if meter is not None:
                 meter.end()
-            if self.open_calls.added == number:
-                seen = watch.end(grads)._replace(between=meter), len(self.open_calls.now())
-                if shown is None:
-                    self._note_outside(known, ready, *seen)
+            if mine is not None and self.open_calls.added == number and (large or mine.spent):
+                seen = watch.end(grads, mine.copies)._replace(
+                    between=None if mine.spent else meter, again=mine.spent)
+                opened = len(self.open_calls.now())
+                if not self.planning.counts_calls:
+                    self._tell_of_backwards(known, ready, seen)
+                elif shown is None:
+                    known.note_outside(ready, seen, opened, self.open_calls)
                 else:
-                    shown.seen = seen
+                    shown.seen = seen, opened
+            ready.looks = LOOKS
             if then is not None:
                 then(grads)
 
         call.begins, known.shown = begins, shown
 
-    def _note_outside(self, known: Specialization, ready: Executable, seen: Outside, opened: int) -> None:
-        """Note what a step has shown outside of its plan. `opened`: calls that were open then."""
-        plan, host, ready.looks = ready.plan, devices.of(ready.compiled.device).host, LOOKS
-        if opened > plan.calls and (seen.between is not None or not seen.is_usual):
-            self.open_calls.count(opened)                   # the next step is looked at with plans for them
-            known.has_others = host
-        elif seen.between is not None:
-            known.outside = seen
-        elif seen.operations > MANY and host:
-            known.has_others = True
-        elif seen.operations > MANY:
-            warn_of_others(known.traced.name, plan.graph.reserve_at_loss)
-        else:
-            known.has_others = not seen.is_usual and host
-            if is_over(seen, plan):
-                known.outside = seen
+    def _tell_of_backwards(self, known: Specialization, ready: Executable, seen: Outside) -> None:
+        if not self._warned_of_backwards and is_over(seen, ready.plan):
+            self._warned_of_backwards = True
+            warn_of_row(known.traced.name, seen, ready.plan)
 
     def _look_for_finished_calls(self, call: Call, known: Specialization, ready: Executable) -> None:
         """Look, in a step with more calls than its plan is for, for what finished calls leave with the
@@ -408,8 +404,9 @@ class PlanCache:
                 warn_of_others(before.name, usual)
                 return self.current(known, tensors)
             held, loss, words, remedy = needs
-            if seen.between is not None and all(
-                    p.calls * saved_by(p) + loss <= p.budget_bytes - held for p in plans):
+            held = max(held, before.outside)
+            if seen.between is not None and all(max(p.calls * saved_by(p) + loss, p.peak_bytes)
+                                                <= p.budget_bytes + before.outside - held for p in plans):
                 return self.current(known, tensors)
             known.traced = with_room = replace(before, outside=held, settings=replace(
                 before.settings, loss_bytes=max(loss_of_call(loss, p) for p in plans)))
