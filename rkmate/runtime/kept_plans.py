@@ -52,6 +52,8 @@ class Planning:
     """Calls before a backward whose plans, each made for one call, share a larger budget."""
     shared_inputs: frozenset[int] = frozenset()
     """Numbers of the tensors among the arguments that others use, too, and contribute gradients to."""
+    is_part: bool = False
+    """Whether it is for a part of a model, whose step has shown the inputs that others use."""
     counts_calls: bool = False
     """Whether later steps are planned for as many calls before a backward as were seen in one."""
     engines: Engines | None = None
@@ -98,6 +100,9 @@ class Specialization:
     """The tangent masks of the two losses before that."""
     following: dict[tuple[TangentMask, ...], TangentMask] = field(default_factory=dict)
     """The tangent mask that came after two others, the time before."""
+    sums: frozenset[int] = frozenset()
+    """Numbers of the inputs whose gradients are handed out as sums: until one call has shown whether others
+    contribute to them, too."""
     outside: Outside = Outside()
     """Memory that the caller was seen to use for the outputs, if a plan has no room for it."""
     shown: Shown[Executable] | None = None

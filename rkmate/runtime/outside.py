@@ -191,6 +191,7 @@ class InARow:
         self._places: set[int] = set()
         """The places in the step of the calls to look at."""
         self._steps = STEPS_IN_A_ROW if looks else 0
+        self._told = False
         self._at_start: dict[int, int] | None = None
         """Storages that were there when the step began, and their bytes; None for a step that is not looked
         at."""
@@ -226,6 +227,12 @@ class InARow:
             self._new = {} if all(old) else {
                 key: lives for k, (key, lives) in enumerate(self._first)
                 if key is not None and not (k < len(old) and old[k])}
+
+    def tell_once(self, name: str, seen: Outside, plan: Plan) -> None:
+        """Warn, once, if a step takes more than its budget because of what its caller keeps."""
+        if not self._told and is_over(seen, plan):
+            self._told = True
+            warn_of_row(name, seen, plan)
 
     def watch(self, call: Call, are_open: Callable[[], Sequence[Call]], device: torch.device,
               tell: Callable[[Outside], None]) -> None:

@@ -518,7 +518,7 @@ class Parts(OneBudget):
         if settings.offload is not None:
             settings = replace(settings, offload=settings.offload.part(1, calls))
         self._put(module, replace(self.planning, budget=Budget(bytes=room + extra + left),
-                                  settings=settings, shared_inputs=kind.known_shared,
+                                  settings=settings, shared_inputs=kind.known_shared, is_part=True,
                                   over=functools.partial(self._refused, module, room=room + extra + left),
                                   more_calls=self._have_measured,
                                   calls_at_once=sum(m is module for k, *_ in found for m, _ in k.calls)),

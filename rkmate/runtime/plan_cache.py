@@ -28,7 +28,7 @@ from rkmate.ir.plan import in_one_line
 from rkmate.offload.target import Engines
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss import traceable
-from rkmate.pipeline.part_plans import with_terms
+from rkmate.pipeline.part_plans import few_terms, terms_in, with_terms
 from rkmate.pipeline.prepare import Traced, compile_all, held_tensors, trace
 from rkmate.pipeline.refuse import room_within
 from rkmate.pipeline.search import make_plan
@@ -83,7 +83,7 @@ class PlanCache:
         self._last: tuple[Guards, Specialization] | None = None
         """The last that is kept, where it was also found last: compared with a call before that is hashed."""
         self._lock = threading.RLock()
-        self._warned = self._warned_of_backwards = False
+        self._warned = False
         self.open_calls = OpenCalls(planning.calls_at_once, counts=planning.counts_calls,
                                     more_calls=planning.more_calls)
         # Parts have a share of a known step.
@@ -197,8 +197,12 @@ class PlanCache:
         traced = like.traced if like is not None else trace(
             self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
         captured = traced.capture
-        if like is None and self.planning.shared_inputs:
-            traced = replace(traced, capture=with_terms(captured, self.planning.shared_inputs))
+        split = self.planning.shared_inputs
+        if not split and plan is None and not self._saved and ranks is None and not self.planning.is_part:
+            split = few_terms(captured)
+        summed = traced
+        if like is None and split:
+            traced = replace(traced, capture=with_terms(captured, split))
         if derived is not None and others[-1].mask:
             traced = replace(traced, wanted=others[-1].mask)
         plans = [e.known for s in others for m, e in s.executables.items()
@@ -209,7 +213,12 @@ class PlanCache:
                 together.agree(description(self.model, args, kwargs, self.planning.settings, budget))
 
             def made() -> Executable:
+                nonlocal traced
                 make = self._executable if ranks is None else self._own_executable
+                if summed.capture is not traced.capture and not self.planning.shared_inputs:
+                    with contextlib.suppress(InfeasibleBudget):
+                        return make(traced, budget, plan, plans, like, derived=derived is not None)
+                    traced = summed
                 return make(traced, budget, plan, plans, like, derived=derived is not None)
 
             executable = made() if ranks is None or plan is not None else \
@@ -228,6 +237,7 @@ class PlanCache:
         key = self.observations.add(self.observations.look(key, captured.looked), captured.recipe)
         # What is kept holds no tensors of this call.
         known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
+        known.sums = frozenset(() if self.planning.is_part else terms_in(traced.capture))
         if derived is None and captured.recipe is None and like is None and not groups_of(captured.graph):
             known.member = Member(key, known_call(captured, args, kwargs, recording))
             if len(members) == 1:           # with it there are as many as another size is derived from
@@ -356,7 +366,7 @@ class PlanCache:
                     between=None if mine.spent else meter, again=mine.spent)
                 opened = len(self.open_calls.now())
                 if not self.planning.counts_calls:
-                    self._tell_of_backwards(known, ready, seen)
+                    self.in_a_row.tell_once(known.traced.name, seen, ready.plan)
                 elif shown is None:
                     known.note_outside(ready, seen, opened, self.open_calls)
                 else:
@@ -366,11 +376,6 @@ class PlanCache:
                 then(grads)
 
         call.begins, known.shown = begins, shown
-
-    def _tell_of_backwards(self, known: Specialization, ready: Executable, seen: Outside) -> None:
-        if not self._warned_of_backwards and is_over(seen, ready.plan):
-            self._warned_of_backwards = True
-            warn_of_row(known.traced.name, seen, ready.plan)
 
     def _look_for_finished_calls(self, call: Call, known: Specialization, ready: Executable) -> None:
         """Look, in a step with more calls than its plan is for, for what finished calls leave with the

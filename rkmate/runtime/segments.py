@@ -19,7 +19,7 @@ from rkmate.runtime.environment import Additions, Environment, Kept, RerunState
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.schema import below_autograd, below_views
-from rkmate.torch_seam.tensors import base_of, is_asked_for, keeps_graph
+from rkmate.torch_seam.tensors import base_of, is_asked_for, keeps_graph, version_of
 
 logger = logging.getLogger("rkmate")
 
@@ -40,8 +40,8 @@ class Call:
     """A forward and the backward that belongs to it."""
 
     __slots__ = ("__weakref__", "additions", "again_with_graph", "begins", "env", "finished", "functions",
-                 "kept", "last", "next", "ready", "rerun", "retained", "spent", "targets", "token", "waiting",
-                 "went", "with_graph")
+                 "handed", "kept", "last", "next", "ready", "rerun", "retained", "spent", "targets", "token",
+                 "waiting", "went", "with_graph")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -67,6 +67,8 @@ class Call:
         self.retained = self.spent = False
         """Whether the latest backward keeps its graph, so that another one may follow; and whether what the
         forward has left is gone."""
+        self.handed: dict[str, tuple[int, int]] = {}
+        """Of some inputs, by source key: the place of the gradient that was handed out, and its version."""
         self.kept: Kept | None = None
         """Values of the first run that a further backward takes."""
         self.again_with_graph: WithGraph | None = None
@@ -125,6 +127,9 @@ class Call:
             self._interrupt()
             raise
         if number == self.last:
+            for key, grad in zip(self.targets[number], result, strict=True) if self.handed else ():
+                if key in self.handed and grad is not None:
+                    self.handed[key] = grad.data_ptr(), version_of(grad)
             self.env.clear()
             self.let_go()
             if self.additions is not None:
@@ -211,6 +216,23 @@ class Call:
         retain_graph=True they stay, as autograd's own saved tensors do."""
         if self.next > self.last and not keeps_graph():
             self.rerun = self.kept = self.again_with_graph = None
+
+
+def watch_sums(call: Call, numbers: Iterable[int], tensors: Sequence[torch.Tensor],
+               shared: Callable[[int], None]) -> None:
+    """Look, in the backward of a call, whether others contribute to the gradients of some inputs. `shared`:
+    told of each for which they do."""
+    handed = call.handed
+    for k in numbers:
+        if tensors[k].requires_grad:
+            handed[f"input:{k}"] = 0, 0
+
+            def look(grad: torch.Tensor, k: int = k) -> None:
+                mine = handed.pop(f"input:{k}", None)
+                if mine not in (None, (0, 0), (grad.data_ptr(), version_of(grad))):
+                    shared(k)
+
+            tensors[k].register_hook(look)
 
 
 def token(device: torch.device) -> torch.Tensor:
