@@ -266,8 +266,8 @@ class PlannedModule(StandIn):
         name = type(self._original).__name__
         self._tell("sum", (
             f"the gradient of input tensor number {number} of {name} is a sum, to which others contribute, "
-            "too: it is added up in another order than without rkmate, and its last bits may differ. rkmate.apply "
-            f"on the model that contains {name} and what else uses that tensor keeps the order"))
+            "too: it is added up in another order than without rkmate, and its last bits may differ. "
+            f"rkmate.apply on the model that contains {name} and what else uses that tensor keeps the order"))
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original's forward once more, because its backward has to leave a graph."""

@@ -35,7 +35,7 @@ from rkmate.runtime.observed_step import key_of
 from rkmate.runtime.segments import Call, saved_by
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
-from rkmate.torch_seam.tensors import keeps_graph, saved_by_node, storage_lives, version_of
+from rkmate.torch_seam.tensors import saved_by_node, storage_lives, version_of
 
 USUAL = re.compile(
     r"^(Nll|LogSoftmax|Mse|SmoothL1|Huber|BinaryCrossEntropy|View|UnsafeView|ReshapeAlias|Transpose|T|Permute|"
@@ -128,9 +128,9 @@ class OutsideWatch:
                              if t.numel() == 1 and t.grad_fn is not None])
         names = [type(node).__name__ for node in nodes]
         sizes = {key: found[0].untyped_storage().nbytes() for key, found in new.items()}
-        if keeps_graph():
-            sizes |= {key: t.untyped_storage().nbytes() for node in nodes for t in saved_by_node(node)
-                      if t.device == self._device and (key := key_of(t)) is not None and key not in known}
+        # What the backward of the loss has still to come to, or keeps for another one.
+        sizes |= {key: t.untyped_storage().nbytes() for node in nodes for t in saved_by_node(node)
+                  if t.device == self._device and (key := key_of(t)) is not None and key not in known}
         return Outside(sum(sizes.values()), all(map(USUAL.match, names)), len(names))
 
 
