@@ -53,7 +53,7 @@ HOUSE: tuple[Room, ...] = (
          (*_BASE, "devices", "device", *_SEAM, "graph/ops")),
     Room("graph/sizes",
          "finds the graph of an equal call again, derives that of another size or depth",
-         (*_BASE, "device", *_SEAM, "graph/capture")),
+         (*_BASE, "device", *_SEAM, *_GRAPH[:2])),
     Room("graph/passes", "rewrites of the captured graph, in one ordered table",
          (*_BASE, "device", *_SEAM, *_GRAPH[:2])),
     Room("graph/blocks", "cuts the graph of computations and data into blocks, and finds equal blocks",

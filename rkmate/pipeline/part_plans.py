@@ -148,6 +148,9 @@ def _schedules(method: Planner, problem: Problem, limit: int) -> list[Schedule]:
 # hands out the sum of its own contributions; where others contribute, too, that is another order, and other
 # last bits.
 
+FEW = 3
+"""Terms of an input's gradient, at most, that a plan of a whole module hands out one by one."""
+
 
 def with_terms(capture: Capture, shared: Collection[int]) -> Capture:
     """Return a capture whose step hands out the gradients of some inputs as the terms of a sum.
@@ -155,20 +158,37 @@ def with_terms(capture: Capture, shared: Collection[int]) -> Capture:
     `shared`: numbers of the inputs that others use, too."""
     if capture.recipe is not None:
         return capture
-    placeholders = {s.key: n for n, s in capture.sources.items() if s.kind == "input"}
     grads: list[tuple[Source, fx.Node]] = []
     repeats: list[int] = []
     for source, node in capture.grads:
-        terms = [node]
-        if source.kind == "input" and source.key in shared:
-            terms = _terms(node)
-            if len(terms) > sum(not is_backward(n) for n in placeholders[source.key].users):
-                terms = [node]                  # some sum belongs to one user's formula
+        terms = _terms_of(capture, source, node) if source.key in shared else [node]
         grads.append((source, terms[0]))
         for term in terms[1:]:
             grads.append((Source("input", capture.inputs.count + len(repeats), int(source.key)), term))
             repeats.append(int(source.key))
     return replace(capture, grads=tuple(grads), repeats=tuple(repeats))
+
+
+def terms_in(capture: Capture) -> dict[int, int]:
+    """Return, for each input that several operations use, how many terms the sum that is its gradient has.
+    (Of a formula that is one user's own, more than there are.)"""
+    found = {int(source.key): len(_terms(node)) for source, node in capture.grads
+             if source.kind == "input" and int(source.key) < capture.inputs.count}
+    return {k: n for k, n in found.items() if n > 1 and k not in capture.repeats}
+
+
+def few_terms(capture: Capture) -> frozenset[int]:
+    """Return the inputs whose gradients are sums of few terms, which take little memory one by one."""
+    return frozenset(k for k, n in terms_in(capture).items() if n <= FEW)
+
+
+def _terms_of(capture: Capture, source: Source, node: fx.Node) -> list[fx.Node]:
+    if source.kind != "input":
+        return [node]
+    terms = _terms(node)
+    own = next(n for n, s in capture.sources.items() if s.kind == "input" and s.key == source.key)
+    # Else some sum belongs to one user's formula.
+    return terms if len(terms) <= sum(not is_backward(n) for n in own.users) else [node]
 
 
 def _terms(node: fx.Node) -> list[fx.Node]:

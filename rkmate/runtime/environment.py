@@ -22,7 +22,7 @@ from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import ArgumentError, BackwardError
 from rkmate.graph.capture.refusals import IN_PLACE, RETURNED, obstacle
 from rkmate.offload.protocol import CopyEngine
-from rkmate.torch_seam.tensors import add_to_all, copy_all, version_of, will_accumulate
+from rkmate.torch_seam.tensors import add_to_all, copy_all, storage_id, version_of, will_accumulate
 
 # -- Gradients that a backward adds by itself ------------------------------------------------------
 
@@ -284,6 +284,24 @@ class Environment:
         values = self._values
         self._watched = {n: version(values[n]) for n in names if n in values}
 
+    def kept(self, names: Iterable[str], *, whole: bool) -> Kept:
+        """Return what a further backward takes of this forward. `names`: of what the caller holds anyway.
+        `whole`: copies of everything, as the forward cannot run again; those that are away are not among
+        it."""
+        found = {n: self._values[n] for n in names if n in self._values}
+        if not whole or self._away is not None:
+            return Kept(found, dict(self._watched), None)
+        copies = Environment(self._sources, self._versions, self.device, dry=True)
+        copies.unrecorded = self.unrecorded
+        copies.give([*self._values], *copies_of(self.values()))
+        copies._rng.update(self._rng)
+        return Kept(found, dict(self._watched), copies)
+
+    def take_over(self, kept: Kept) -> None:
+        """Replace what was computed once more by what the caller holds anyway."""
+        self._values.update((n, v) for n, v in kept.values.items() if n in self._values)
+        self._watched = kept.watched
+
     def _check_outputs(self, names: Sequence[str]) -> None:
         for n in names:
             if n in self._watched and self._watched[n] != version(self._values[n]):
@@ -324,6 +342,10 @@ class Environment:
         buffers = 0 if self._away is None else self._away.buffer_bytes
         return buffers + sum(size for where, size in found.items() if where not in theirs)
 
+    def values(self) -> list[torch.Tensor]:
+        """Return all values."""
+        return [*self._values.values()]
+
     def clear(self) -> None:
         """Free everything."""
         self._values.clear()
@@ -334,6 +356,31 @@ class Environment:
         away, self._away = self._away, None
         if away is not None:
             away.close()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a forward has left, for a backward after the first one."""
+
+    values: Mapping[str, torch.Tensor]
+    """Outputs, which the caller holds, too."""
+    watched: dict[str, int]
+    """Their versions."""
+    copies: Environment | None
+    """Copies of everything, if the forward cannot run again."""
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of tensors: those that share memory still do."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    found = []
+    for t in tensors:
+        key = storage_id(t)
+        if key not in storages:
+            storages[key] = t.untyped_storage().clone()
+        found.append(torch.empty(0, dtype=t.dtype, device=t.device).set_(
+            storages[key], t.storage_offset(), t.shape, t.stride()))
+    return found
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -369,6 +416,11 @@ class RerunState:
     """State of the generators before the forward; None if nothing is drawn."""
     copied: frozenset[str] = frozenset()
     """The tensors that are copies."""
+
+    def check(self) -> None:
+        """Raise `BackwardError` when one of the tensors was changed since the forward."""
+        names = [n for n in self.versions if n in self.sources]
+        check_versions(self.versions, names, [self.sources[n] for n in names])
 
 
 def generator_state(device: torch.device) -> RandomState:

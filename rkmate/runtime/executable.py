@@ -1,13 +1,13 @@
-"""A plan's source, compiled, on a model's own parameters and buffers; and backwards of backwards, by the
-original's forward.
-"""
+"""A plan's source, compiled, on a model's own parameters and buffers."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from rkmate import device as devices
 from rkmate.codegen.emit import Generated
 from rkmate.device.random_state import RandomState
 from rkmate.errors import BackwardError, OffloadError
@@ -26,11 +25,12 @@ from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.answers import OtherAnswer
 from rkmate.graph.capture.capture import Capture
-from rkmate.graph.capture.structure import owner_name, piece_of, take_apart
+from rkmate.graph.capture.structure import owner_name, piece_of
 from rkmate.graph.passes.joint import Joint
 from rkmate.offload.protocol import CopyEngine
 from rkmate.runtime.adapters import around_step
 from rkmate.runtime.deferred import DeferredOutputs
+from rkmate.runtime.double_backward import Again, Original
 from rkmate.runtime.environment import (
     Additions,
     Away,
@@ -40,7 +40,6 @@ from rkmate.runtime.environment import (
     generator_state,
     generators_at,
 )
-from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.segments import (
     Call,
     WithGraph,
@@ -56,90 +55,15 @@ from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import quickest
 from rkmate.torch_seam.tensors import all_ordinary, has_strides, version_of
 
-# -- Backwards of backwards ------------------------------------------------------------------------
-#
-# A double backward (``create_graph=True``) around a planned step: gradient penalties, Hessians.
-#
-# A planned backward leaves no graph to differentiate. So where one is wanted, the original's forward runs
-# once more, with the draws of the call, and autograd differentiates that. The plan's own step stays as it
-# is: an ordinary backward through the same forward may follow.
-
-
-_INSTEAD = ("compute the inner gradient in the forward of the module that is wrapped (torch.autograd.grad: "
-            "see 'Gradient penalties' in docs/recipes.md), on the original module, or with rkmate.dtr")
-
-
-class Original(NamedTuple):
-    """A call without a plan."""
-
-    run: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    reader: ModuleReader
-    key: Guards
-    """The signature of the call."""
-
-    def outputs(self, capture: Capture, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the output tensors of the original, on the call's arguments. Raises `BackwardError` where
-        the module is no longer what it was."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            given = dict(self.key.autocast)
-            for kind in {"cpu", *given, *devices.autocast_kinds(t.device for t in tensors)}:
-                stack.enter_context(torch.autocast(kind, dtype=given.get(kind), enabled=kind in given))
-            args, kwargs = capture.inputs.fill(list(tensors))
-            now, _ = guards_of(self.reader, args, kwargs)
-            if now._replace(kinds=self.key.kinds, values=self.key.values) != self.key:
-                raise BackwardError("the module was changed between the forward and a backward with "
-                                    f"create_graph=True, which runs the forward once more: {_INSTEAD}")
-            return take_apart(self.run(args, kwargs), result=True)[0]
-
-
-class Again(NamedTuple):
-    """Data that a second run of one call's original needs."""
-
-    original: Original
-    capture: Capture
-    tensors: Sequence[torch.Tensor]
-    """Among the arguments."""
-    draws: RandomState | None
-    """State of the generators before the forward; None if nothing is drawn."""
-    targets: Mapping[str, torch.Tensor | int]
-    """Targets of the gradients, by source key: a parameter, or the number of an input."""
-    buffers: Sequence[torch.Tensor]
-    """Buffers that the forward overwrites."""
-    obstacle: str
-    """Why the call cannot run a second time; empty if it can."""
-
-    def gradients(self, call: Call, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-        """Return gradients by source key, with a graph. `given`: gradients of the outputs, by number."""
-        if self.obstacle:
-            raise BackwardError("there is no double backward (create_graph=True) of this step: "
-                                f"{self.obstacle}; {_INSTEAD}")
-        call.check_untouched()
-        tensors = [t.view_as(t) if t.requires_grad else t for t in self.tensors]
-        with ExitStack() as stack:
-            before = [b.detach().clone() for b in self.buffers]
-            if self.draws is not None:
-                stack.enter_context(generators_at(call.env.device, self.draws))
-            try:
-                outputs = self.original.outputs(self.capture, tensors)
-            finally:
-                for buffer, value in zip(self.buffers, before, strict=True):
-                    buffer.data.copy_(value)        # no new version: what was saved for a backward stands
-        targets = {k: tensors[t] if isinstance(t, int) else t for k, t in self.targets.items()
-                   if not isinstance(t, int) or t < len(tensors)}
-        numbers = list(given)
-        grads = torch.autograd.grad([outputs[n] for n in numbers], list(targets.values()),
-                                    [given[n] for n in numbers], create_graph=True, allow_unused=True)
-        found = dict(zip(targets, grads, strict=True))
-        return {k: found.get(k) for k in self.targets}      # an argument that is given twice: once, and None
-
-
 # -- Executables -----------------------------------------------------------------------------------
 #
 # A plan's source, compiled, on a model's own parameters and buffers.
 
 
+logger = logging.getLogger("rkmate")
 _numbers = iter(range(1 << 62))
+_several: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
+"""Classes of models with several backwards through one forward, which was said."""
 _FEW = 16
 _version = attrgetter("_version")
 
@@ -338,6 +262,7 @@ class PlannedStep:
         self.capture = capture
         self.generated = generated
         self.device = device
+        self._model = model
         self.around = around_step(capture)
         """What happens around each step."""
         self.wanted = program.joint.wanted
@@ -353,8 +278,9 @@ class PlannedStep:
         self._last = self.targets.last
         self._unrepeatable = _unrepeatable(program.joint)
         self.loss_varies = False
-        """Whether a loss of such a call has depended on other outputs than its plan was made for."""
-        self.keeps_overwritten = True
+        """Whether a loss of such a call has depended on other outputs than its plan was made for, or several
+        backwards have come through one call."""
+        self.keeps_overwritten = len(self.outputs.unplanned) + len(self.outputs.tangents) > 1
         """Whether a step keeps what it overwrites until its backward, which may have to run the forward a
         second time: from one backward on that is as planned, it does not."""
         self._draws = any(c.random for c in program.cd.c)
@@ -381,14 +307,13 @@ class PlannedStep:
         sources = caller.now(tensors)
         additions = Additions(sources, self._additions) if self._additions else None
         versions = caller.versions(sources)
-        several = len(known.unplanned) + len(known.tangents) > 1
         state = generator_state(self.device) if self._draws else None
         env = Environment(sources, {}, self.device, away=self._opened(verify))
         env.unrecorded = self.generated.below_autograd and all_ordinary(sources.values())
         answers = self.capture.effects.answers
         before = [(t := sources[k], t.detach().clone()) for k in caller.overwritten] if answers else []
         old = {k: sources[k].detach().clone() for k in self._unrepeatable} \
-            if several and self.keeps_overwritten else {}
+            if self.keeps_overwritten else {}
         with torch.no_grad(), without_autocast(self.device), unrecorded(env.unrecorded), \
                 _undone(env, state, before):
             results = self._forward(env)
@@ -398,8 +323,7 @@ class PlannedStep:
         env.watch(known.keys)
         env.watch_sources(versions)
         call = Call(env, self._backward, self._last, targets.returned)
-        call.rerun = RerunState(sources.with_others(old) if old else sources, versions, state,
-                                frozenset(old)) if several else None
+        call.rerun = RerunState(sources.with_others(old) if old else sources, versions, state, frozenset(old))
         call.finished = finished
         call.additions = additions
         if original is not None:
@@ -439,11 +363,13 @@ class PlannedStep:
     def _again(self, original: Original, tensors: Sequence[torch.Tensor], sources: Held,
                draws: RandomState | None) -> WithGraph:
         """Return the gradients for a double backward. It is rare, so nothing is looked up in advance."""
+        ran: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
         def gradients(call: Call, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
             return Again(original, self.capture, tensors[:self.capture.inputs.count], draws,
                          {k: self.caller.inputs.get(k, sources[k]) for k in self.targets.all},
                          [sources[k] for k in self.caller.overwritten if k in self.caller.slots],
-                         self._why_not_twice()).gradients(call, given)
+                         self._why_not_twice(), ran).gradients(call, given)
         return gradients
 
     # -- parts of a step --------------------------------------------------------------------
@@ -479,13 +405,55 @@ class PlannedStep:
                 given[i] = grad
                 del grad
         call.goes_through(given)
-        if len(given) == len(self.outputs.tangents) and call.ready is None:
-            self.keeps_overwritten = self.loss_varies
+        if len(given) == len(self.outputs.tangents):
+            if call.spent:
+                call.env, call.spent = self._run_again(call), False
+            else:
+                self.keeps_overwritten = self.loss_varies
+            if call.retained and (call.kept is None or call.kept.copies is not None):
+                call.kept = call.env.kept(self.outputs.keys, whole=bool(self._changed(call.rerun)))
             self._give(call.env, given)
             return
         # The gradients of what only the others lead to have to be None, not zeros.
         call.env.clear()
+        call.spent = True
         call.ready = redo(call.rerun, given) if given and call.rerun is not None else {}
+
+    def _changed(self, state: RerunState | None) -> list[str]:
+        """Return what a second run of the forward would find changed."""
+        return [k for k in self._unrepeatable if state is None or k not in state.copied]
+
+    def _run_again(self, call: Call) -> Environment:
+        """Return the values for a further backward of one call: its forward runs once more. Nothing is
+        written, nothing is drawn anew."""
+        state, kept = call.rerun, call.kept
+        assert state is not None, "begin has refused it"
+        if not self.loss_varies:
+            self.loss_varies = self.keeps_overwritten = True
+            if type(self._model) not in _several:
+                _several.add(type(self._model))
+                logger.warning("several backwards go through one forward of %s (retain_graph=True): it runs "
+                               "again before each one after the first, within the memory of its plan",
+                               type(self._model).__name__)
+        if kept is not None and kept.copies is not None:
+            return kept.copies
+        env = Environment(state.sources, state.versions, self.device, dry=True, away=self._opened())
+        self._forward_again(env, state)
+        if kept is not None:
+            env.take_over(kept)
+        return env
+
+    def _forward_again(self, env: Environment, state: RerunState) -> None:
+        changed = self._changed(state)
+        if changed:
+            name = changed[0].partition(":")[2]
+            raise BackwardError(
+                "several backwards go through this forward, or a loss that it was not planned for, and it "
+                f"cannot be run again, because it has overwritten {name!r}: run this step again; from now on "
+                "the plan expects this loss")
+        with torch.no_grad(), without_autocast(self.device), _undone(env, None, ()), \
+                nullcontext() if state.draws is None else generators_at(self.device, state.draws):
+            self._forward(env)
 
     def _give(self, env: Environment, given: dict[int, torch.Tensor]) -> None:
         for i, name in self.outputs.tangents:
@@ -497,20 +465,9 @@ class PlannedStep:
         `given`: by output number, the gradients of exactly the outputs that this plan takes. The
         dictionary is emptied.
         """
-        changed = [k for k in self._unrepeatable if k not in state.copied]
-        if changed:
-            name = changed[0].partition(":")[2]
-            raise BackwardError(
-                f"the loss depends on other outputs than this forward was planned for, and the forward "
-                f"cannot be run again, because it has overwritten {name!r}: run this step again; "
-                "from now on the plan expects this loss")
         env = Environment(state.sources, state.versions, self.device, dry=True, away=self._opened())
         with torch.no_grad(), without_autocast(self.device), _cleared(env):
-            if state.draws is None:
-                self._forward(env)
-            else:
-                with generators_at(self.device, state.draws):
-                    self._forward(env)
+            self._forward_again(env, state)
             return self.run_backward(env, given)
 
     def _opened(self, verify: bool = False) -> Away | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.capture.capture import Capture
@@ -19,8 +20,9 @@ from rkmate.pipeline.sizes import KnownPlan
 from rkmate.runtime.executable import PlannedStep
 from rkmate.runtime.guards import Guards
 from rkmate.runtime.lengths import Member
-from rkmate.runtime.outside import Outside, Shown
+from rkmate.runtime.outside import LOOKS, MANY, Outside, Shown, is_over, warn_of_others
 from rkmate.runtime.recorded_step import RecordedStep
+from rkmate.runtime.segments import OpenCalls
 from rkmate.runtime.snapshot import HOOKS_OF_FORWARD
 from rkmate.show.plan import Plan
 from rkmate.torch_seam.modules import COMPILED_CALL
@@ -50,6 +52,8 @@ class Planning:
     """Calls before a backward whose plans, each made for one call, share a larger budget."""
     shared_inputs: frozenset[int] = frozenset()
     """Numbers of the tensors among the arguments that others use, too, and contribute gradients to."""
+    is_part: bool = False
+    """Whether it is for a part of a model, whose step has shown the inputs that others use."""
     counts_calls: bool = False
     """Whether later steps are planned for as many calls before a backward as were seen in one."""
     engines: Engines | None = None
@@ -96,6 +100,9 @@ class Specialization:
     """The tangent masks of the two losses before that."""
     following: dict[tuple[TangentMask, ...], TangentMask] = field(default_factory=dict)
     """The tangent mask that came after two others, the time before."""
+    sums: frozenset[int] = frozenset()
+    """Numbers of the inputs whose gradients are handed out as sums: until one call has shown whether others
+    contribute to them, too."""
     outside: Outside = Outside()
     """Memory that the caller was seen to use for the outputs, if a plan has no room for it."""
     shown: Shown[Executable] | None = None
@@ -105,6 +112,27 @@ class Specialization:
     backward."""
     member: Member | None = None
     """The full capture from which other sizes are derived; None if this one was derived."""
+
+    def note_outside(self, ready: Executable, seen: Outside, opened: int, calls: OpenCalls) -> None:
+        """Note what a step has shown outside of its plan. `opened`: of its calls, were open then."""
+        plan, host, ready.looks = ready.plan, devices.of(ready.compiled.device).host, LOOKS
+        if seen.again:
+            if is_over(seen._replace(held=seen.held - self.traced.outside), plan):
+                found = seen if self.outside == Outside() else self.outside
+                self.outside = found._replace(held=max(seen.held, found.held), again=True)
+        elif opened > plan.calls and (seen.between is not None or not seen.is_usual):
+            calls.count(opened)                             # the next step is looked at with plans for them
+            self.has_others = host
+        elif seen.between is not None:
+            self.outside = seen
+        elif seen.operations > MANY and host:
+            self.has_others = True
+        elif seen.operations > MANY:
+            warn_of_others(self.traced.name, plan.graph.reserve_at_loss)
+        else:
+            self.has_others = not seen.is_usual and host
+            if is_over(seen._replace(held=seen.held - self.traced.outside), plan):
+                self.outside = seen
 
     @property
     def bytes(self) -> int:

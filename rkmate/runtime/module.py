@@ -21,13 +21,14 @@ from rkmate.graph.capture.refusals import refuse_data_parallelism, refuse_flat_p
 from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.settings import NewShape as NewShape
 from rkmate.runtime.adapters import Adapter, Arguments, before_a_plan, run_around
+from rkmate.runtime.double_backward import Original
 from rkmate.runtime.environment import RerunState
-from rkmate.runtime.executable import Gradients, Original
+from rkmate.runtime.executable import Gradients
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.kept_plans import Executable, Planning, Prototype, Specialization
 from rkmate.runtime.lengths import Lengths
 from rkmate.runtime.plan_cache import PlanCache
-from rkmate.runtime.segments import Call
+from rkmate.runtime.segments import Call, watch_sums
 from rkmate.show.plan import Plan
 from rkmate.stand_in import StandIn
 from rkmate.support.planning_lock import capture_lock, planning_lock
@@ -250,12 +251,23 @@ class PlannedModule(StandIn):
                 c.inputs, redo, first.finish if first is not None else None, open_call,
                 self._plans.reads.call(), original, verify))
             self._plans.look_outside(calls[0], found, latest)
+            if found.sums:
+                sums, found.sums = found.sums, frozenset()
+                watch_sums(calls[0], sums, call.inputs, self._tell_of_sum)
             return result
         except OtherAnswer as error:
             asked = str(error)
         self._tell(asked, f"the plan of {type(self._original).__name__} takes for granted that {asked}, and "
                           "a call has found otherwise: the original runs in such calls, without a budget")
         return self._run_original(call.args, call.kwargs)
+
+    def _tell_of_sum(self, number: int) -> None:
+        """Warn that others contribute to the gradient of an input."""
+        name = type(self._original).__name__
+        self._tell("sum", (
+            f"the gradient of input tensor number {number} of {name} is a sum, to which others contribute, "
+            "too: it is added up in another order than without rkmate, and its last bits may differ. "
+            f"rkmate.apply on the model that contains {name} and what else uses that tensor keeps the order"))
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original's forward once more, because its backward has to leave a graph."""

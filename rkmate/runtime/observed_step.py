@@ -99,8 +99,6 @@ class PartCall:
     """Numbers of the outputs through which gradients came."""
     strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Of the gradient of each output, where no two of its numbers share a place."""
-    backwards: Counter[int] = field(default_factory=Counter)
-    """For each node that an output comes from, how often its backward has begun."""
 
 
 class ObservedStep:
@@ -336,10 +334,6 @@ class ObservedStep:
                 self._made[key] = weakref.ref(t), call.number
             call.outputs.append(None if t is None or t.grad_fn is None else (t.grad_fn, t.output_nr))
         nodes = [t.grad_fn for t in found if t is not None]
-        # Also where no result of the step leads to it: an inner gradient may be taken several times.
-        own = {node for node in nodes if node is not None} - call.edges
-        for k, node in enumerate(own):
-            node.register_prehook(partial(_count, weakref.ref(call), k))
         todo: list[Any] = nodes
         while todo:
             node = todo.pop()
@@ -551,12 +545,6 @@ def _is_spread_out(tensor: torch.Tensor) -> bool:
                 return False
             reach += stride * (size - 1)
     return True
-
-
-def _count(call: weakref.ref[PartCall], node: int, grads: Sequence[Any]) -> None:
-    found = call()
-    if found is not None:
-        found.backwards[node] += 1
 
 
 def _sizes(tensors: Iterable[Any]) -> dict[int, int]:

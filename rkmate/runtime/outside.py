@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from itertools import compress
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -36,7 +37,7 @@ from rkmate.runtime.segments import Call, saved_by
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.dtensor import dtensor_types, held_part, is_dtensor
-from rkmate.torch_seam.tensors import storage_lives, version_of
+from rkmate.torch_seam.tensors import saved_by_node, storage_lives, version_of
 
 USUAL = re.compile(
     r"^(Nll|LogSoftmax|Mse|SmoothL1|Huber|BinaryCrossEntropy|View|UnsafeView|ReshapeAlias|Transpose|T|Permute|"
@@ -67,6 +68,8 @@ class Outside(NamedTuple):
     """Measures the bytes that the caller takes between forward and backward."""
     calls: int = 1
     """Calls of the step, one after the other, of which the caller has kept something."""
+    again: bool = False
+    """Whether a backward has gone through the call before."""
 
 
 class Measured(NamedTuple):
@@ -112,19 +115,27 @@ class OutsideWatch:
     """Looks for what was made since a forward has returned, and is still there when its backward begins:
     the tensors that Python refers to, and the operations that led to them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before = frozenset(_found(device))
+    def __init__(self, device: torch.device, model: nn.Module) -> None:
+        """`model`: the gradients of its parameters are no part of a budget."""
+        self._device, self._model = device, model
+        self._before = {key: storage_lives(held_part(found[0])) for key, found in _found(device).items()}
+        """Storages that were there. None of them gives its number to another one."""
 
-    def end(self, gradients: Sequence[torch.Tensor | None]) -> Outside:
-        """Return what is there now. `gradients`: of the module's outputs, which a plan counts."""
-        known = self._before | {key_of(g) for g in gradients if g is not None}
+    def end(self, gradients: Sequence[torch.Tensor | None], copies: Sequence[torch.Tensor]) -> Outside:
+        """Return what is there now. `gradients`: of the module's outputs, which a plan counts; `copies`: of
+        what its forward has left."""
+        known = {None} | self._before.keys() | gradients_of(self._model) | {
+            key_of(held_part(t)) for t in (*gradients, *copies) if t is not None}
         new = {key: found for key, found in _found(self._device).items() if key not in known}
         numbers = [t for found in new.values() for t in found if t.numel() == 1 and t.grad_fn is not None]
-        names = _operations([t.grad_fn for t in numbers])
-        is_usual = all(map(USUAL.match, names)) and not any(map(is_dtensor, numbers))
-        return Outside(sum(held_part(found[0]).untyped_storage().nbytes() for found in new.values()),
-                       is_usual, len(names))
+        nodes = _operations([t.grad_fn for t in numbers])
+        is_usual = all(USUAL.match(type(node).__name__) for node in nodes) \
+            and not any(map(is_dtensor, numbers))
+        held = [held_part(found[0]) for found in new.values()]
+        # What the backward of the loss has still to come to, or keeps for another one.
+        held += [held_part(t) for node in nodes for t in saved_by_node(node) if t.device == self._device]
+        sizes = {key: t.untyped_storage().nbytes() for t in held if (key := key_of(t)) not in known}
+        return Outside(sum(sizes.values()), is_usual, len(nodes))
 
 
 class BetweenMeter:
@@ -184,6 +195,7 @@ class InARow:
         self._places: set[int] = set()
         """The places in the step of the calls to look at."""
         self._steps = STEPS_IN_A_ROW if looks else 0
+        self._told = False
         self._at_start: dict[int, int] | None = None
         """Storages that were there when the step began, and their bytes; None for a step that is not looked
         at."""
@@ -220,6 +232,12 @@ class InARow:
                 key: lives for k, (key, lives) in enumerate(self._first)
                 if key is not None and not (k < len(old) and old[k])}
 
+    def tell_once(self, name: str, seen: Outside, plan: Plan) -> None:
+        """Warn, once, if a step takes more than its budget because of what its caller keeps."""
+        if not self._told and is_over(seen, plan):
+            self._told = True
+            warn_of_row(name, seen, plan)
+
     def watch(self, call: Call, are_open: Callable[[], Sequence[Call]], device: torch.device,
               tell: Callable[[Outside], None]) -> None:
         """After the forward of a call: if it is one to look at, look when its backward begins, unless other
@@ -228,10 +246,11 @@ class InARow:
         if start is None or before is None:
             return
         new, planned, after = self._new, self._planned, self._storages(device)
-        place, calls = len(self._calls) - 1, self._calls_before
+        place, calls, first = len(self._calls) - 1, self._calls_before, True
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
-            if len(are_open()) == 1:
+            nonlocal first
+            if first and len(are_open()) == 1:
                 made = {key for key, lives in new.items() if lives()}
                 there = {k: b for k, b in start.items() if k not in made}
                 now = self._storages(device)
@@ -245,12 +264,13 @@ class InARow:
                 if left > LOSS_SCALARS * (place + 1):
                     # The plan counts what calls leave that are open at once.
                     tell(Outside(left * (place + 1 - planned) // place + held, calls=calls))
+            first = False
             if then is not None:
                 then(grads)
         call.begins = begins
 
     def _storages(self, device: torch.device) -> dict[int, int]:
-        grads = {key_of(p.grad) for p in self._model.parameters() if p.grad is not None}
+        grads = gradients_of(self._model)
         return {key: found[0].untyped_storage().nbytes() for key, found in _found(device).items()
                 if key not in grads}
 
@@ -258,27 +278,33 @@ class InARow:
 def _found(device: torch.device) -> dict[int, list[torch.Tensor]]:
     """Return the tensors of a device by the number of their storage; without those that have none."""
     found: dict[int, list[torch.Tensor]] = defaultdict(list)
-    kinds = torch.Tensor, nn.Parameter, *dtensor_types()
-    for t in gc.get_objects():
-        if type(t) in kinds and t.device == device and (key := key_of(held_part(t))) is not None:
+    kinds = {torch.Tensor, nn.Parameter, *dtensor_types()}
+    objects = gc.get_objects()          # often a million
+    for t in compress(objects, map(kinds.__contains__, map(type, objects))):
+        if t.device == device and (key := key_of(held_part(t))) is not None:
             found[key].append(t)
     return found
 
 
-def _operations(begin: Sequence[Any]) -> list[str]:
-    """Return the names of autograd's nodes from some on, up to those of planned modules."""
+def gradients_of(model: nn.Module) -> set[int | None]:
+    """Return the storages of the gradients of a module's parameters."""
+    return {key_of(held_part(p.grad)) for p in model.parameters() if p.grad is not None}
+
+
+def _operations(begin: Sequence[Any]) -> list[Any]:
+    """Return autograd's nodes from some on, up to those of planned modules."""
     seen: set[Any] = set()
-    names: list[str] = []
+    found: list[Any] = []
     todo = list(begin)
-    while todo and len(names) <= MANY:
+    while todo and len(found) <= MANY:
         node = todo.pop()
         name = type(node).__name__
         if node in seen or name == "AccumulateGrad" or name.startswith("_"):
             continue
         seen.add(node)
-        names.append(name)
+        found.append(node)
         todo += [n for n, _ in node.next_functions if n is not None]
-    return names
+    return found
 
 
 def is_over(seen: Outside, plan: Plan) -> bool:
@@ -322,6 +348,9 @@ def needs_of(seen: Outside, usual: int, name: str) -> Needs | None:
     held = max(0, seen.held - LOSS_SCALARS)
     if seen.calls > 1:
         return Needs(held, usual, _in_a_row(seen, name), "Let go of losses and of inputs' gradients earlier")
+    if seen.again and seen.between is None:
+        return Needs(held, usual if seen.is_usual else of_more(usual), _in_a_row(seen, name),
+                     "Add the losses up, and call one backward")
     if seen.between is None:
         loss = usual if seen.is_usual else of_more(usual)
         return Needs(held, loss, f"the loss that is computed from the outputs of {name} takes more than a "
@@ -347,6 +376,9 @@ def warn_of_others(name: str, usual: int) -> None:
 
 
 def _in_a_row(seen: Outside, name: str) -> str:
+    if seen.again:
+        return (f"several backwards go through one call of {name} (retain_graph=True), and its caller keeps "
+                f"{seen.held:,} bytes (the losses with what they keep, gradients) while a later one runs")
     return (f"a step calls {name} {seen.calls} times, and its caller keeps {seen.held:,} bytes of finished "
             "calls and of the latest one's loss (losses, inputs, their gradients, outputs) while a later "
             "backward runs")

@@ -126,13 +126,6 @@ class Kind:
             return 1.0, 1.0
         return sum(mine) / len(mine) / captured, max(mine) / captured
 
-    def look_at_backwards(self) -> None:
-        """Have no plans if a step takes several backwards of one call."""
-        if any(n > 1 for _, call in self.calls for n in call.backwards.values()):
-            self.part, self.why = None, (
-                "a step takes several backwards of one call of it (retain_graph=True), and a plan's "
-                "activations serve one: add the losses up, or call it once for each loss")
-
     @property
     def shared(self) -> frozenset[int]:
         """Numbers of the arguments that others contribute gradients to."""

@@ -331,8 +331,6 @@ class Parts(OneBudget):
         """Plan the parts of the step that was observed."""
         unseen = [m for m in self._watched if id(m) not in self._seen]
         self._stop_watching()
-        for kind in self._kinds:
-            kind.look_at_backwards()
         saved = {key: sum(k.saved for k in alike) for key, alike in self._alike.items() if alike}
         kinds = [k for k in self._kinds if k.part is not None and k.calls and k.taught
                  and (saved[k.key] >= WORTH * step.kept or k.is_checkpointed)]
@@ -520,7 +518,7 @@ class Parts(OneBudget):
         if settings.offload is not None:
             settings = replace(settings, offload=settings.offload.part(1, calls))
         self._put(module, replace(self.planning, budget=Budget(bytes=room + extra + left),
-                                  settings=settings, shared_inputs=kind.known_shared,
+                                  settings=settings, shared_inputs=kind.known_shared, is_part=True,
                                   over=functools.partial(self._refused, module, room=room + extra + left),
                                   more_calls=self._have_measured,
                                   calls_at_once=sum(m is module for k, *_ in found for m, _ in k.calls)),

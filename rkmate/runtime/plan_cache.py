@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
 from rkmate.device import MeterError
@@ -27,7 +27,7 @@ from rkmate.ir.plan import in_one_line
 from rkmate.offload.target import Engines
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss import traceable
-from rkmate.pipeline.part_plans import with_terms
+from rkmate.pipeline.part_plans import few_terms, terms_in, with_terms
 from rkmate.pipeline.prepare import Traced, compile_all, held_tensors, trace
 from rkmate.pipeline.refuse import room_within
 from rkmate.pipeline.search import make_plan
@@ -195,8 +195,11 @@ class PlanCache:
         traced = like.traced if like is not None else trace(
             self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
         captured = traced.capture
-        if like is None and self.planning.shared_inputs:
-            traced = replace(traced, capture=with_terms(captured, self.planning.shared_inputs))
+        split, summed = self.planning.shared_inputs, traced
+        if not split and plan is None and not self._saved and ranks is None and not self.planning.is_part:
+            split = few_terms(captured)
+        if like is None and split:
+            traced = replace(traced, capture=with_terms(captured, split))
         if derived is not None and others[-1].mask:
             traced = replace(traced, wanted=others[-1].mask)
         plans = [e.known for s in others for m, e in s.executables.items()
@@ -207,7 +210,12 @@ class PlanCache:
                 together.agree(description(self.model, args, kwargs, self.planning.settings, budget))
 
             def made() -> Executable:
+                nonlocal traced
                 make = self._executable if ranks is None else self._own_executable
+                if summed.capture is not traced.capture and not self.planning.shared_inputs:
+                    with contextlib.suppress(InfeasibleBudget):
+                        return make(traced, budget, plan, plans, like, derived=derived is not None)
+                    traced = summed
                 return make(traced, budget, plan, plans, like, derived=derived is not None)
 
             executable = made() if ranks is None or plan is not None else \
@@ -226,6 +234,7 @@ class PlanCache:
         key = self.observations.add(self.observations.look(key, captured.looked), captured.recipe)
         # What is kept holds no tensors of this call.
         known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
+        known.sums = frozenset(() if self.planning.is_part else terms_in(traced.capture))
         if derived is None and captured.recipe is None and like is None and not groups_of(captured.graph):
             known.member = Member(key, known_at(key, captured, args, kwargs, recording))
             if others and len(members) < 2:     # from now on, there may be as many as others are derived from
@@ -272,7 +281,7 @@ class PlanCache:
         if known.shown is not None:
             shown, known.shown = known.shown, None
             if (together := shown.together()) is not None:
-                self._note_outside(known, shown.ready, *together)
+                known.note_outside(shown.ready, *together, self.open_calls)
         calls = self.planning.settings.calls
         if self.open_calls.seen > calls and not self.open_calls.now():
             return self._for_calls_seen(known, tensors, calls)
@@ -331,52 +340,42 @@ class PlanCache:
 
     def look_outside(self, call: Call, known: Specialization, ready: Executable) -> None:
         """Look, once for each plan, at what the caller makes of the outputs of a call whose forward has
-        returned, before its backward. If the plan has no room for it, the next forward is planned anew.
-        If several calls are open, the latest one is looked at, whose backward begins first."""
+        returned, before each of its backwards. If the plan has no room for it, the next forward is planned
+        anew. If several calls are open, the latest one is looked at, whose backward begins first."""
         settings = known.traced.settings
         self._look_for_finished_calls(call, known, ready)
         looked = ready.looks >= LOOKS or settings.loss_bytes is not None
-        if not self.planning.counts_calls or (looked and not known.has_others) or self._saved or \
-                len(self.open_calls.now()) < settings.calls or \
-                self.planning.settings.loss_bytes is not None or not ready.compiled.outputs.are_large:
+        if (looked and not known.has_others) or self._saved or self.planning.more_calls is not None or \
+                len(self.open_calls.now()) < settings.calls or self.planning.settings.loss_bytes is not None:
             return
-        ready.looks, measures, known.has_others = ready.looks + 1, known.has_others, False
+        large = ready.compiled.outputs.are_large and self.planning.counts_calls
+        ready.looks, measures = ready.looks + 1, known.has_others and large
+        known.has_others = False
         number, device = self.open_calls.added, ready.compiled.device
-        watch, then = OutsideWatch(device), call.begins
+        watch, this, then = OutsideWatch(device, self.model), weakref.ref(call), call.begins
         meter = BetweenMeter(device, call) if measures else None
         ranks = ranks_in(groups_of(known.capture.graph))
         shown = None if ranks is None else Shown(ready, ranks.told)
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
+            mine = this()
             if meter is not None:
                 meter.end()
-            if self.open_calls.added == number:
-                seen = watch.end(grads)._replace(between=meter), len(self.open_calls.now())
-                if shown is None:
-                    self._note_outside(known, ready, *seen)
+            if mine is not None and self.open_calls.added == number and (large or mine.spent):
+                seen = watch.end(grads, mine.copies)._replace(
+                    between=None if mine.spent else meter, again=mine.spent)
+                opened = len(self.open_calls.now())
+                if not self.planning.counts_calls:
+                    self.in_a_row.tell_once(known.traced.name, seen, ready.plan)
+                elif shown is None:
+                    known.note_outside(ready, seen, opened, self.open_calls)
                 else:
-                    shown.seen = seen
+                    shown.seen = seen, opened
+            ready.looks = LOOKS
             if then is not None:
                 then(grads)
 
         call.begins, known.shown = begins, shown
-
-    def _note_outside(self, known: Specialization, ready: Executable, seen: Outside, opened: int) -> None:
-        """Note what a step has shown outside of its plan. `opened`: calls that were open then."""
-        plan, host, ready.looks = ready.plan, devices.of(ready.compiled.device).host, LOOKS
-        if opened > plan.calls and (seen.between is not None or not seen.is_usual):
-            self.open_calls.count(opened)                   # the next step is looked at with plans for them
-            known.has_others = host
-        elif seen.between is not None:
-            known.outside = seen
-        elif seen.operations > MANY and host:
-            known.has_others = True
-        elif seen.operations > MANY:
-            warn_of_others(known.traced.name, plan.graph.reserve_at_loss)
-        else:
-            known.has_others = not seen.is_usual and host
-            if is_over(seen, plan):
-                known.outside = seen
 
     def _look_for_finished_calls(self, call: Call, known: Specialization, ready: Executable) -> None:
         """Look, in a step with more calls than its plan is for, for what finished calls leave with the
@@ -410,8 +409,9 @@ class PlanCache:
                 warn_of_others(before.name, usual)
                 return self.current(known, tensors)
             held, loss, words, remedy = needs
-            if seen.between is not None and all(
-                    p.calls * saved_by(p) + loss <= p.budget_bytes - held for p in plans):
+            held = max(held, before.outside)
+            if seen.between is not None and all(max(p.calls * saved_by(p) + loss, p.peak_bytes)
+                                                <= p.budget_bytes + before.outside - held for p in plans):
                 return self.current(known, tensors)
             given = f"{plans[0].budget_bytes + before.outside:,}"
             takes = max(max(p.peak_bytes + seen.held, p.calls * saved_by(p) + loss) for p in plans)

@@ -1,12 +1,14 @@
-"""What a forward may read, told by its code: the names that it asks objects for, and the global variables."""
+"""What a forward may read, told by its code: the names that it asks objects for, global variables, variables
+of enclosing functions, and attributes of classes."""
 
 from __future__ import annotations
 
+import dis
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
-from inspect import unwrap
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -41,25 +43,54 @@ class Read:
     names: set[str] = field(default_factory=set)
     """All names in its code."""
     variables: dict[tuple[int, str], tuple[dict[str, Any], str]] = field(default_factory=dict)
-    """Global variables: the dictionary and the name, after the id of the dictionary and the name."""
+    """Global variables: the dictionary and the name, after the id of the dictionary and the name. Likewise
+    attributes of objects that are such variables."""
+    around: dict[tuple[int, str], tuple[type | CellType, str]] = field(default_factory=dict)
+    """Attributes of classes, and variables of enclosing functions: the class or the cell, and the name."""
+    assigned: set[str] = field(default_factory=set)
+    """The names of attributes, and of variables of enclosing functions, that it assigns itself."""
+
+    def note(self, holder: type | CellType, name: str, value: Any, names: Iterable[str]) -> None:
+        """Note a value of a class or an enclosing function, where it is a number, text, a list or dictionary
+        of numbers, or an object of such. `names`: of the attributes that may be read."""
+        if name.startswith("__") or isinstance(value, type):
+            return
+        if isinstance(value, _COMPARED) or holds_numbers(value) or _is_record(value):
+            self.around[id(holder), name] = holder, name
+        if _is_record(value):
+            content = vars(value)
+            self.variables.update({(id(content), k): (content, k) for k in names
+                                   if isinstance(content.get(k), _COMPARED) or holds_numbers(content.get(k))})
 
 
-def read_by_forward(kind: type) -> Read:
-    """Return what the forward of a class of the user, its methods and functions of the user may read."""
+def read_by_forward(kind: type, held: Iterable[Any] = ()) -> Read:
+    """Return what the forward of a class of the user, its methods and functions of the user may read. `held`:
+    functions in attributes of such a module, and hooks."""
     members = [vars(c) for c in classes_of_user(kind)]
     found = Read()
     asked: set[str] = set()
     todo = ["forward"]
-    functions: list[Any] = []
+    functions: list[Any] = [f for h in held for f in _functions_in(h)]
     followed: set[int] = set()
+    closed: list[tuple[str, CellType]] = []
+    named: dict[int, Any] = {id(c): c for c in classes_of_user(kind)}
     while todo or functions:
         if not functions:
             name = todo.pop()
-            functions = [unwrap(getattr(d[name], "fget", d[name])) for d in members if name in d]
+            functions = [f for d in members if name in d
+                         for f in _functions_in(getattr(d[name], "fget", None) or d[name])]
             continue
         function = functions.pop()
         code: list[Any] = [getattr(function, "__code__", None)]
         variables = getattr(function, "__globals__", {})
+        if code[0] is not None and id(function) not in followed:
+            followed.add(id(function))
+            closed += zip(code[0].co_freevars, function.__closure__ or (), strict=True)
+            for cell in function.__closure__ or ():
+                value = content_of(cell)
+                functions += _functions_in(value)
+                if _is_of_user(value):
+                    named[id(value)] = value
         while code:
             c = code.pop()
             if c is None or id(c) in followed:
@@ -70,18 +101,59 @@ def read_by_forward(kind: type) -> Read:
                 asked.update(k for k in c.co_consts if isinstance(k, str) and k.isidentifier())
             todo += [k for k in c.co_names if k not in found.names]
             found.names.update(c.co_names)
+            found.assigned.update(i.argval for i in dis.get_instructions(c) if i.opname in _ASSIGNS)
             functions += _note_variables(found, variables, c.co_names)
+            for value in map(variables.get, c.co_names):
+                if _is_of_user(value):
+                    named[id(value)] = value
+    for name, cell in closed:
+        if name not in found.assigned:
+            found.note(cell, name, content_of(cell), found.names)
+    for c in named.values():
+        for name in found.names.intersection(vars(c)) - found.assigned:
+            found.note(c, name, vars(c)[name], found.names)
     found.asked = sorted(k for k in asked if not k.startswith("__"))
     return found
 
 
+_ASSIGNS = {"STORE_ATTR", "STORE_DEREF"}
+
+
+def content_of(cell: CellType) -> Any:
+    """Return the value of a variable of an enclosing function; `MISSING` if it has none yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def _functions_in(value: Any) -> Iterator[FunctionType]:
+    """Return a function of the user, and what it decorates."""
+    while value is not None:
+        value = value.func if isinstance(value, partial) else \
+            value.__func__ if isinstance(value, (MethodType, staticmethod, classmethod)) else value
+        if isinstance(value, FunctionType) and not _is_of_torch(value.__module__):
+            yield value
+        value = getattr(value, "__wrapped__", None) if isinstance(value, FunctionType) else \
+            value if isinstance(value, (partial, MethodType)) else None
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, HOLDERS) or (is_dataclass(value) and not isinstance(value, type)
+                                          and hasattr(value, "__dict__"))
+
+
+def _is_of_user(value: Any) -> bool:
+    return isinstance(value, type) and not value.__module__.startswith(("torch.", "builtins"))
+
+
 def _note_variables(found: Read, variables: dict[str, Any], names: Iterable[str]) -> list[Any]:
     """Note the global variables among some names. Returns the functions of the user among them."""
-    functions = []
+    functions: list[Any] = []
     for name in names:
         value = variables.get(name)
-        if isinstance(value, FunctionType) and not _is_of_torch(value.__module__):
-            functions.append(unwrap(value))
+        if isinstance(value, FunctionType):
+            functions += _functions_in(value)
         elif isinstance(value, ModuleType) and not _is_of_torch(value.__name__):
             for inner in names:
                 if isinstance(vars(value).get(inner), _COMPARED):
@@ -95,11 +167,11 @@ def _note_variables(found: Read, variables: dict[str, Any], names: Iterable[str]
 
 def classes_of_user(kind: type) -> list[type]:
     """Return a class and its bases, without those of torch and Python."""
-    return [c for c in kind.__mro__ if not c.__module__.startswith(("torch.", "builtins"))]
+    return [*filter(_is_of_user, kind.__mro__)]
 
 
 def _is_of_torch(module: str | None) -> bool:
-    return module is None or module == "torch" or module.startswith("torch.")
+    return module is None or module == "torch" or module.startswith(("torch.", "rkmate."))
 
 
 def members_of(value: Any, depth: int = _DEEP, written: Mapping[int, Mapping[Any, Any]] | None = None

@@ -15,11 +15,11 @@ from rkmate import device as devices
 from rkmate.errors import BackwardError
 from rkmate.ir.schedule import Loss
 from rkmate.ir.simulate import peak_of_calls, simulate
-from rkmate.runtime.environment import Additions, Environment, RerunState
+from rkmate.runtime.environment import Additions, Environment, Kept, RerunState
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.schema import below_autograd, below_views
-from rkmate.torch_seam.tensors import base_of, is_asked_for, keeps_graph
+from rkmate.torch_seam.tensors import base_of, is_asked_for, keeps_graph, version_of
 
 logger = logging.getLogger("rkmate")
 
@@ -28,9 +28,9 @@ logger = logging.getLogger("rkmate")
 # How a planned backward hangs in autograd's graph: one function per segment.
 
 
-_GONE = ("this forward has been through a backward already, and its activations are gone; run the forward "
-         "again for each loss (retain_graph=True cannot keep them), or add the losses up, and take all "
-         "the gradients that share a forward in one backward: (first + second).backward()")
+_GONE = ("this forward has been through a backward already, and its activations are gone; give the earlier "
+         "backward retain_graph=True (the forward then runs a second time), or add the losses up, and take "
+         "all the gradients that share a forward in one backward: (first + second).backward()")
 Function = Callable[[Environment], list[Any]]
 WithGraph = Callable[["Call", Mapping[int, torch.Tensor]], dict[str, "torch.Tensor | None"]]
 """Gradients with a graph, by source key, of those of some outputs, by number."""
@@ -40,7 +40,8 @@ class Call:
     """A forward and the backward that belongs to it."""
 
     __slots__ = ("__weakref__", "additions", "again_with_graph", "begins", "env", "finished", "functions",
-                 "last", "next", "ready", "rerun", "targets", "token", "waiting", "went", "with_graph")
+                 "handed", "kept", "last", "next", "ready", "rerun", "retained", "spent", "targets", "token",
+                 "waiting", "went", "with_graph")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -62,7 +63,14 @@ class Call:
         self.finished: Callable[[], None] | None = None
         """Called when the last segment has run."""
         self.rerun: RerunState | None = None
-        """Data for a second run, if there are outputs that this backward was not planned for."""
+        """Data for a second run: for outputs that this backward was not planned for, or for a further one."""
+        self.retained = self.spent = False
+        """Whether the latest backward keeps its graph, so that another one may follow; and whether what the
+        forward has left is gone."""
+        self.handed: dict[str, tuple[int, int]] = {}
+        """Of some inputs, by source key: the place of the gradient that was handed out, and its version."""
+        self.kept: Kept | None = None
+        """Values of the first run that a further backward takes."""
         self.again_with_graph: WithGraph | None = None
         """Gradients that can be differentiated, by the original's forward."""
         self.with_graph: dict[str, torch.Tensor | None] = {}
@@ -76,13 +84,13 @@ class Call:
         """Begin the backward: `receive` puts the gradients of the outputs, `grads`, where the segments find
         them.
 
-        Raises `BackwardError` when the backward has begun before, except for one through other outputs where
-        the graph was kept: the forward runs a second time for those.
+        Raises `BackwardError` when the backward has begun before, except where the graph was kept: the
+        forward runs a second time then.
         """
         if self.next and self.rerun is not None:
             self.env.clear()
             self.waiting.clear()
-            self.next, self.ready = 0, {}
+            self.next, self.ready, self.spent = 0, None, True
         if self.next:
             raise BackwardError(_GONE)
         if self.additions is not None:
@@ -119,13 +127,16 @@ class Call:
             self._interrupt()
             raise
         if number == self.last:
+            for key, grad in zip(self.targets[number], result, strict=True) if self.handed else ():
+                if key in self.handed and grad is not None:
+                    self.handed[key] = grad.data_ptr(), version_of(grad)
             self.env.clear()
             self.let_go()
-            self.again_with_graph = None
             if self.additions is not None:
                 self.additions.count()
             if self.ready is None and self.finished is not None:
                 self.finished()
+                self.finished = None
         return result
 
     def keep(self, number: int, found: Sequence[Any], edges: Sequence[tuple[Any, int]]) -> None:
@@ -143,7 +154,7 @@ class Call:
         self.next = -1
         self.env.clear()
         self.waiting.clear()
-        self.ready = self.rerun = None
+        self.ready = self.rerun = self.kept = None
 
     def begin_with_graph(self, given: Mapping[int, torch.Tensor]) -> None:
         """Begin a backward with ``create_graph=True``, by the original's forward: the planned step stays as
@@ -164,10 +175,18 @@ class Call:
         return self.again_with_graph(self, given)
 
     def check_untouched(self) -> None:
-        """Raise `BackwardError` where a backward was here, or something has changed since the forward."""
-        if self.next or self.went:
+        """Raise `BackwardError` where a backward was here that has not kept its graph, or something has
+        changed since the forward."""
+        if (self.next or self.went) and (self.rerun is None or not self.retained):
             raise BackwardError(_GONE)
         self.env.check_sources()
+        if self.rerun is not None:
+            self.rerun.check()
+
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """Copies of what the forward has left, which a further backward takes."""
+        return [] if self.kept is None or self.kept.copies is None else self.kept.copies.values()
 
     @property
     def is_open(self) -> bool:
@@ -175,11 +194,13 @@ class Call:
         return 0 <= self.next <= self.last
 
     def goes_through(self, outputs: Iterable[int]) -> None:
-        """Note that gradients have come for these outputs. Raises `BackwardError` for a second one."""
+        """Note that gradients have come for these outputs. Raises `BackwardError` for a second one, unless
+        the backward before has kept its graph."""
         new = set(outputs)
-        if new & self.went:
+        if new & self.went and not self.retained:
             raise BackwardError(_GONE)
         self.went |= new
+        self.retained = keeps_graph()
 
     def again(self) -> RerunState:
         """Return the data that a second run needs. Raises `BackwardError` if it was released."""
@@ -194,7 +215,24 @@ class Call:
         """Forget the inputs when the backward is over, because the loss may live longer. With
         retain_graph=True they stay, as autograd's own saved tensors do."""
         if self.next > self.last and not keeps_graph():
-            self.rerun = None
+            self.rerun = self.kept = self.again_with_graph = None
+
+
+def watch_sums(call: Call, numbers: Iterable[int], tensors: Sequence[torch.Tensor],
+               shared: Callable[[int], None]) -> None:
+    """Look, in the backward of a call, whether others contribute to the gradients of some inputs. `shared`:
+    told of each for which they do."""
+    handed = call.handed
+    for k in numbers:
+        if tensors[k].requires_grad:
+            handed[f"input:{k}"] = 0, 0
+
+            def look(grad: torch.Tensor, k: int = k) -> None:
+                mine = handed.pop(f"input:{k}", None)
+                if mine not in (None, (0, 0), (grad.data_ptr(), version_of(grad))):
+                    shared(k)
+
+            tensors[k].register_hook(look)
 
 
 def token(device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,14 @@ from torch.utils.hooks import RemovableHandle
 
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.state import MISSING, Assigned
-from rkmate.runtime.read_names import Globals, classes_of_user, holds_numbers, members_of, read_by_forward
+from rkmate.runtime.read_names import (
+    Globals,
+    classes_of_user,
+    content_of,
+    holds_numbers,
+    members_of,
+    read_by_forward,
+)
 from rkmate.torch_seam.compiler import TensorGuards, dict_version
 from rkmate.torch_seam.containers import attributes_in
 from rkmate.torch_seam.modules import (
@@ -194,8 +201,9 @@ class Attribute(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A list or dictionary, held by a module, an object of a module or a global variable: with tensors among
-    its members, with numbers that the forward may read, or one of `_LISTS`."""
+    """A list or dictionary, held by a module, an object of a module, a global variable, a class or a variable
+    of an enclosing function: with tensors among its members, with numbers that the forward may read, or one
+    of `_LISTS`. Of classes and enclosing functions also a single value."""
 
     holder: Any
     name: str
@@ -207,11 +215,21 @@ class Box(NamedTuple):
 
     def held(self) -> Any:
         """The list or dictionary."""
-        return self.holder.__dict__.get(self.name)
+        return content_of(self.holder) if isinstance(self.holder, CellType) else \
+            self.holder.__dict__.get(self.name, MISSING)
 
     def members(self) -> Sequence[Any]:
         """The members, including keys: the current ones, if they are compared."""
-        return members_of(self.held(), written=self.written) if self.first is None else self.first
+        if self.first is not None:
+            return self.first
+        held = self.held()
+        return members_of(held, written=self.written) if isinstance(held, (list, dict)) else [held]
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """The id of the dictionary that it stands in, and its name there; no such id for a class or a
+        variable of an enclosing function."""
+        return (0 if isinstance(self.holder, (type, CellType)) else id(self.holder.__dict__)), self.name
 
 
 @dataclass(frozen=True)
@@ -241,7 +259,7 @@ class Attributes:
         # Several modules may hold one list.
         lists: dict[int, list[tuple[int, str]]] = {}
         for b in self.boxes:
-            if (place := (id(b.holder.__dict__), b.name)) in old:
+            if (place := b.place) in old:
                 lists.setdefault(id(b.held()), []).append(place)
         return replace(self, left_out=left_out, boxes=tuple(
             box(b, lists[id(b.held())]) if id(b.held()) in lists else b for b in self.boxes))
@@ -250,10 +268,15 @@ class Attributes:
 def attributes_of(model: nn.Module) -> Attributes:
     """Return the attributes that exist now, `forward`, and those that an object may get later: for which a
     class has a plain value, or that its forward asks for (`getattr` with a default, `hasattr`); and the
-    global variables that the forward reads. Others that a library's forward adds later do not belong to a
-    plan."""
+    attributes of classes, global variables and variables of enclosing functions that the forward reads.
+    Others that a library's forward adds later do not belong to a plan."""
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
-    reads = {kind: read_by_forward(kind) for kind in dict.fromkeys(map(type, model.modules()))}
+    held: dict[type, list[Any]] = {}
+    for m in model.modules():
+        held.setdefault(type(m), []).extend(
+            f for values in (m.__dict__, *(m.__dict__[kind] for kind in HOOK_KINDS))
+            for f in values.values() if isinstance(f, (FunctionType, MethodType, partial)))
+    reads = {kind: read_by_forward(kind, functions) for kind, functions in held.items()}
     names = frozenset().union(*(read.names for read in reads.values()))
     later = {kind: dict.fromkeys((*_defaults(kind), *(k for k in read.asked if k not in _SKIPPED)))
              for kind, read in reads.items()}
@@ -273,14 +296,17 @@ def attributes_of(model: nn.Module) -> Attributes:
         boxes += [Box(held, k, f"{prefix}{name}.{k}") for name, held in m.__dict__.items()
                   if _has_attributes(held) for k, v in held.__dict__.items()
                   if k in names and holds_numbers(v)]
-    held = {id(variables): Globals(variables) for read in reads.values()
-            for variables, _ in read.variables.values()}
+    around = {key: found for read in reads.values() for key, found in read.around.items()}
+    boxes += [Box(holder, name, f"{holder.__name__}.{name}" if isinstance(holder, type) else
+                  f"the variable {name} of an enclosing function") for holder, name in around.values()]
+    globals_ = {id(variables): Globals(variables) for read in reads.values()
+                for variables, _ in read.variables.values()}
     for number, name in dict.fromkeys(key for read in reads.values() for key in read.variables):
         path = f"the global variable {name}"
-        if isinstance(vars(held[number])[name], (dict, list)):
-            boxes.append(Box(held[number], name, path))
+        if isinstance(vars(globals_[number])[name], (dict, list)):
+            boxes.append(Box(globals_[number], name, path))
         else:
-            plain.append(Attribute(held[number], name, path))
+            plain.append(Attribute(globals_[number], name, path))
     return Attributes(tuple(plain), tuple(boxes))
 
 

@@ -4,7 +4,7 @@ what autograd's engine is about to do with a tensor."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
@@ -162,6 +162,11 @@ def will_accumulate(parameter: torch.Tensor) -> bool:
     return _use_of(get_gradient_edge(parameter).node) == "added"
 
 
+def gradient_is_asked_for(tensor: torch.Tensor) -> bool:
+    """Return, inside a backward, whether that is going to use or to return a tensor's gradient."""
+    return is_asked_for(get_gradient_edge(tensor).node)
+
+
 def is_asked_for(node: Any) -> bool:
     """Return, inside a backward, whether that is going to add to the gradient of a node of autograd's graph,
     or to return it."""
@@ -202,6 +207,20 @@ def after_backward(call: Callable[[], None]) -> None:
 def keeps_graph() -> bool:
     """Return, inside a backward, whether the graph stays for another one (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def saved_by_node(node: Any) -> list[torch.Tensor]:
+    """Return the tensors that a node of autograd's graph keeps for its backward."""
+    found: list[torch.Tensor] = []
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            with suppress(RuntimeError):        # they are gone
+                found += [t for t in _as_list(getattr(node, name)) if isinstance(t, torch.Tensor)]
+    return found
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

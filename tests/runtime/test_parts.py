@@ -686,7 +686,7 @@ def test_a_result_that_several_parts_take() -> None:
     assert peak(model, in_a_cycle, 4) <= int(0.8 * whole)
 
 
-def test_why_nothing_of_a_step_by_methods_is_planned() -> None:
+def test_several_backwards_of_a_step_by_methods() -> None:
     """The weights of two losses are made of their gradients."""
     def weighted(model: Any) -> torch.Tensor:
         made, first = model.decode(model.encode(X)), model.encoder[0].up.weight
@@ -696,9 +696,11 @@ def test_why_nothing_of_a_step_by_methods_is_planned() -> None:
 
     model = Coder()
     plain = copy.deepcopy(model)
-    applied(model, 0.8)
-    with pytest.warns(rkmate.RkmateWarning, match="Not planned: .*retain_graph=True.*add the losses up"):
-        same_steps(plain, model, weighted)
+    whole = peak(copy.deepcopy(model), weighted, 0)
+    applied(model, int(0.8 * whole))
+    same_steps(plain, model, weighted)
+    assert planned_parts(model)
+    assert peak(model, weighted, 4) <= int(0.8 * whole)
 
 
 def test_named_parts_and_never() -> None:

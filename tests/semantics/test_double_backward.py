@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -185,10 +186,24 @@ def test_a_forward_that_cannot_run_again_is_an_error() -> None:
     loss.backward()                                     # an ordinary one
 
 
-@pytest.mark.slow
-def test_after_an_ordinary_backward_it_is_refused() -> None:
-    module = planned(Tower(), X)
-    loss = module(X).square().sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(rkmate.BackwardError, match="through a backward already"):
-        torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_after_an_ordinary_backward(keeps: bool) -> None:
+    """It works where that has kept the graph; several of them share one second run of the original."""
+    model = Tower()
+    module = planned(model, X)
+    found = []
+    for run in (model, module):
+        loss = run(X).sum()
+        loss.backward(retain_graph=keeps)
+        if not keeps and run is module:
+            with pytest.raises(rkmate.BackwardError, match="through a backward already"):
+                torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+        elif keeps:
+            with pytest.warns(rkmate.RkmateWarning, match="create_graph=True") if run is module else \
+                    contextlib.nullcontext():
+                slopes = [torch.autograd.grad(k * loss, list(model.parameters()), create_graph=True)
+                          for k in range(1, 3)]
+            sum(s.square().sum() for some in slopes for s in some).backward()
+            found.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    assert not keeps or all(map(torch.equal, *found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import pickle
@@ -273,17 +274,50 @@ def _factor() -> Any:
     return FACTOR * FACTORS["of"][0] * CHOSEN.factor                                # type: ignore[index]
 
 
+class Chosen:
+    """Holds numbers."""
+
+    factor, of = 1.0, Namespace(factor=1.0)
+
+
+def _scaled(by: float, config: Any) -> tuple[Callable[[Any], Any], Callable[[float], None]]:
+    """A decorator and a function of numbers around them, and what changes the first number."""
+    def decorated(forward: Any) -> Any:
+        @functools.wraps(forward)
+        def run(*args: Any) -> Any:
+            return forward(*args) * by * config["of"][0]
+        return run
+
+    def change(number: float) -> None:
+        nonlocal by
+        by = number
+    return decorated, change
+
+
+CONFIG = {"of": [1.0]}
+decorated, change_inside = _scaled(1.0, CONFIG)
+times, change_of_attribute = _scaled(1.0, CONFIG)
+hooked, change_of_hook = _scaled(1.0, CONFIG)
+
+
 class Multiplying(nn.Linear):
     """Reads numbers from everywhere."""
 
+    of_class, steps = 1.0, 0
+
     def __init__(self) -> None:
         super().__init__(8, 8)
+        self.times = times(lambda x: x)
+        hook = hooked(lambda x: x)
+        self.register_forward_hook(lambda module, args, out: hook(out))
         self.numbers, self.inner, self.config = [1.0, 2.0], {"a": {"b": 1.0}}, SimpleNamespace(of={"a": 1.0})
         self.unread = [0.0]
 
+    @decorated
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         by = self.numbers[0] * self.inner["a"]["b"] * self.config.of["a"] * _factor()
-        return super().forward(x) * by
+        Multiplying.steps += 1              # what the forward assigns itself is not compared
+        return self.times(super().forward(x) * by * self.of_class * Chosen.factor * Chosen.of.factor)
 
 
 WAYS: dict[str, Callable[[Any, float], object]] = {
@@ -293,9 +327,17 @@ WAYS: dict[str, Callable[[Any, float], object]] = {
     "global variable": lambda m, n: globals().update(FACTOR=n),
     "global dictionary": lambda m, n: FACTORS["of"].__setitem__(0, n),              # type: ignore[index]
     "global object": lambda m, n: setattr(CHOSEN, "factor", n),
+    "class": lambda m, n: setattr(Multiplying, "of_class", n),
+    "another class": lambda m, n: setattr(Chosen, "factor", n),
+    "an object of a class": lambda m, n: setattr(Chosen.of, "factor", n),
+    "around a decorated forward": lambda m, n: change_inside(n),
+    "a list around it": lambda m, n: CONFIG["of"].__setitem__(0, n),
+    "around a function in an attribute": lambda m, n: change_of_attribute(n),
+    "around a function of a hook": lambda m, n: change_of_hook(n),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Multiplying has forward hooks")
 @pytest.mark.parametrize("way", WAYS)
 def test_numbers_that_a_forward_reads_are_compared(way: str) -> None:
     model, x = Multiplying(), torch.randn(4, 8)

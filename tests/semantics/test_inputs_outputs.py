@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -364,3 +365,41 @@ def test_hugging_face_outputs() -> None:
     del out
     # A loss of the caller's own on the logits is what the plan expects of a model without labels.
     assert_same_gradients(model, module, lambda run: run(input_ids=i).logits.pow(2).mean())
+
+
+class Reading(nn.Module):
+    """Layers that all read one input."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x)
+        for layer in self.layers[1:]:
+            y = torch.tanh(layer(y) + x)
+        return self.layers[0](y) + x
+
+
+@pytest.mark.parametrize("depth", [2, 6])
+@pytest.mark.parametrize("around", ["nothing", "before", "after", "both"])
+def test_an_input_that_others_use_too(depth: int, around: str) -> None:
+    """Few terms of its gradient are added up in the order of eager mode; of more, a warning tells."""
+    first, model = nn.Linear(16, 16), Reading(depth)
+    module = planned(model, torch.randn(8, 16, requires_grad=True))
+    x, found = torch.randn(8, 16), []
+
+    def step(run: Any) -> None:
+        h = torch.tanh(first(x))
+        early = h.sigmoid() if around in ("before", "both") else 0.0
+        out = run(h) + early + (h if around in ("after", "both") else 0.0)
+        out.square().sum().backward()
+
+    for run in (model, module):
+        first.zero_grad()
+        with pytest.warns(rkmate.RkmateWarning, match="is a sum, to which others contribute") if (
+                run is module and depth > 2 and around != "nothing") else contextlib.nullcontext():
+            step(run)
+        found.append(first.weight.grad.clone())  # type: ignore[union-attr]
+    torch.testing.assert_close(*found)
+    assert (depth > 2 and around != "nothing") or torch.equal(*found)
