@@ -72,7 +72,13 @@ def follow(traced: Traced, plan: Plan, *, of_rank: bool = False) -> Planned:
         raise PlanError(f"the plan was made for {made_for}, and this is {here}, where this model has another "
                         "graph: make a plan here")
     raise PlanError("the plan belongs to another model, or to other input shapes, dtypes, train "
-                    "flags or trained outputs (Settings(trains=...)): make a plan for this one")
+                    "flags or trained outputs (Settings(trains=...)): make a plan for this one" + (
+                        _OF_RANK if of_rank else ""))
+
+
+_OF_RANK = (". If it is the plan of another rank, the forward may branch on its rank, or exchange another "
+            "number of rows there: plan the parts between its collectives instead, each with "
+            "rkmate.apply(part, budget=...)")
 
 
 def _check_version(plan_compiled: str) -> None:

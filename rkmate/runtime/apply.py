@@ -140,7 +140,7 @@ class PlannedCall:
         self.whole = _Planned(model, self._call, *self._made_with, within)
         self._forward: _Planned | None = None
         if sharded is not None:
-            self._forward = _Planned(model, sharded.rest_of_forward, replace(
+            self._forward = _Planned(model, sharded.rest.run, replace(
                 sharded.planning, hooks_outside=True), False, on_new_shape, within=sharded)
             sharded.set_up(self._own_forward, self._forward)
         self.method = MethodType(_planned_forward(self), model)

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -31,9 +30,9 @@ from torch.utils.hooks import RemovableHandle
 from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.device.protocol import MeterError
-from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
+from rkmate.errors import ArgumentError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
-from rkmate.graph.capture.structure import Structure, take_apart, take_call_apart
+from rkmate.graph.capture.structure import take_call_apart
 from rkmate.measure.analytic import analytic_costs
 from rkmate.pipeline.part_plans import ways_of
 from rkmate.pipeline.prepare import Blocked, block, trace, with_operation_costs
@@ -55,25 +54,25 @@ from rkmate.runtime.one_budget import (
     refuse_what_would_run_twice,
     undisturbed,
 )
+from rkmate.runtime.sharded_rest import GIVEN, Reached, RestOfForward
 from rkmate.runtime.sharded_step import Exchanges, Observed, Signature, bounds
 from rkmate.runtime.snapshot import by_content
 from rkmate.runtime.step_moments import room_for
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.dtensor import held_part
 from rkmate.torch_seam.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
     is_sharded,
     own_call,
-    submodules_of,
 )
+from rkmate.torch_seam.tensors import version_of
 from rkmate.torch_seam.trace import several_ranks
 
 logger = logging.getLogger("rkmate")
 
-GIVEN = "rkmate_given"
-"""The keyword under which the rest of a forward gets what sharded modules have returned."""
 AGREED = 3
 """The step before which all ranks compare what they have measured."""
 AGAIN, CLOSE = 2, 1.5
@@ -88,31 +87,8 @@ _SURELY = 1.1
 at once: from then on, last bits differ."""
 
 
-# -- Stubs -----------------------------------------------------------------------------------------
-
-
-class Reached(BaseException):
-    """The last sharded module has returned: what follows is planned as a whole."""
-
-
 _models: weakref.WeakSet[Sharded] = weakref.WeakSet()
 """The planners of all sharded models, which may run in one step."""
-_stubs: weakref.WeakKeyDictionary[nn.Module, tuple[Sharded, nn.Module]] = weakref.WeakKeyDictionary()
-"""Of each stub, its model and the sharded module that it replaces."""
-
-
-class Stub(nn.Module):
-    """Replaces a sharded module while the rest of the forward is traced: it has its attributes, and returns
-    what it has returned."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module has returned in this step."""
-        model, module = _stubs[self]
-        return model.serve(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_stubs[self][1], name)
-
 
 # -- The model -------------------------------------------------------------------------------------
 
@@ -164,7 +140,8 @@ class Sharded(OneBudget):
         self._offload = planning.settings.offload           # of layers: the rest keeps its data
         # Measuring runs in the middle of a step: there is no room for a buffer as large as the caches.
         measure = replace(planning.settings.measure, cold=planning.settings.measure.cold or False)
-        super().__init__(model, replace(planning, settings=replace(
+        # Several calls before a backward are not told of by each layer: a measured step shows them.
+        super().__init__(model, replace(planning, more_calls=lambda: None, settings=replace(
             planning.settings, offload=None, measure=measure)))
         self._weights = {layer: sum(p.nbytes for p in layer.parameters()) or 1 for layer in layers}
         self.units = [m for m in model.modules() if m is not model and is_sharded(m) and not any(
@@ -172,13 +149,7 @@ class Sharded(OneBudget):
             if above not in (m, model) and is_sharded(above))]
         """The outermost sharded modules."""
         self._too_large += advice_to_shard(model, self.units)
-        self._places = [(parent, name, unit) for parent in model.modules()
-                        for name, unit in submodules_of(parent).items()
-                        if unit is not None and any(unit is u for u in self.units)]
-        self._stand_ins: dict[nn.Module, nn.Module] = {}
-        for unit in self.units:
-            stub = self._stand_ins[unit] = Stub()
-            _stubs[stub] = self, unit
+        self.rest = RestOfForward(model, self.units)
         self.tail: Follower | None = None
         """Plans for the rest of the forward; None where it is not planned."""
         self._parts: list[Part] = []
@@ -187,16 +158,17 @@ class Sharded(OneBudget):
         self._signatures: dict[Any, Signature] = {}
         self._now: Signature | None = None
         """The signature of the call that is running."""
+        self._leading: Signature | None = None
+        """The signature of the first call of the step, which stands for the step."""
+        self._clock = next((p for p in model.parameters() if p.requires_grad), None)
+        self._version = self._calls_of_step = 0
         self._step: tuple[Signature, Observed] | None = None
         self._until: RemovableHandle
         """The hook that ends the measurement before an optimizer's step."""
         self._steps, self._agreed, self._again = 0, AGREED, AGAIN
         self._exchanges, self._standing = Exchanges(model), 0
         _models.add(self)
-        self._returned: list[tuple[nn.Module, list[torch.Tensor], Structure]] = []
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
-        self._serving: list[tuple[nn.Module, list[torch.Tensor], Structure]] | None = None
-        self._own: Callable[..., Any] = model.forward
 
     def planning_of(self, layer: nn.Module) -> Planning:
         """Return how a layer is planned: the limit on data that is away is shared by bytes of parameters."""
@@ -206,7 +178,7 @@ class Sharded(OneBudget):
 
     def set_up(self, own: Callable[..., Any], tail: Follower) -> None:
         """Complete the model. `own`: its own forward; `tail`: the holder of plans for the rest of it."""
-        self._own, self.tail = own, tail
+        self.rest.own, self.tail = own, tail
 
     def take_away(self) -> None:
         """Leave the calls of sharded modules without plans as they were."""
@@ -219,30 +191,25 @@ class Sharded(OneBudget):
     def called(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, with its hooks."""
         if GIVEN in kwargs:
-            return self.rest_of_forward(*args, **kwargs)
+            return self.rest.run(*args, **kwargs)
         if self._now is not None:
             return call(*args, **kwargs)
-        self._close()
+        leading = self._leading if self._goes_on() else None
+        if leading is None:
+            self._close()
         if is_unobserved():
             return call(*args, **kwargs)
-        self._steps += 1
-        self._exchanges.step_begins()
-        if self._exchanges.standing > self._standing:
-            self._make_room(self._exchanges.standing)
-        if self._steps == 1:
-            logger.warning("%s is sharded: this step plans its layers, and the next one is measured. Both "
-                           "take as little as is known before, which may be more than the budget", self._type)
         tensors, structure, constants = take_call_apart(args, kwargs)
         key = (tuple((t.shape, t.dtype, t.requires_grad) for t in tensors), structure,
                tuple(map(by_content, constants)), self._model.training)
         now = self._signatures.setdefault(key, Signature())
         if len(self._signatures) > KEPT:
-            self._forget(next(iter(self._signatures)))
-        self._share_out(now, ranks_that_share(self._model) if self._steps == self._agreed else None)
-        now.calls += 1
-        if now.calls > 1 and (now.rest is None or (
-                now.checks and self._standing == self._exchanges.standing)):
-            self._observe(now, (args, kwargs))
+            self._forget(next(k for k, s in self._signatures.items() if s is not leading))
+        if leading is None:
+            self._begin_step(now, (args, kwargs))
+        else:
+            self._calls_of_step += 1
+            leading.has_calls(self._calls_of_step)
         self._now = now
         try:
             return call(*args, **kwargs)
@@ -251,7 +218,32 @@ class Sharded(OneBudget):
             raise
         finally:
             self._now = None
-            self._returned = []
+            self.rest.returned = []
+
+    def _goes_on(self) -> bool:
+        """Return whether a call now belongs to the step of the call before: what that has returned waits for
+        its backward, and the parameters are what they were."""
+        return self._leading is not None and self._version == self._version_now() and any(
+            follower.cache.open_calls.now() for follower in self._chosen)
+
+    def _version_now(self) -> int:
+        return 0 if self._clock is None else version_of(held_part(self._clock))
+
+    def _begin_step(self, now: Signature, given: Any) -> None:
+        """Begin a step, whose first call has this signature."""
+        self._leading, self._version, self._calls_of_step = now, self._version_now(), 1
+        self._steps += 1
+        self._exchanges.step_begins()
+        if self._exchanges.standing > self._standing:
+            self._make_room(self._exchanges.standing)
+        if self._steps == 1:
+            logger.warning("%s is sharded: this step plans its layers, and the next one is measured. Both "
+                           "take as little as is known before, which may be more than the budget", self._type)
+        self._share_out(now, ranks_that_share(self._model) if self._steps == self._agreed else None)
+        now.calls += 1
+        if now.calls > 1 and (now.rest is None or (
+                now.checks and self._standing == self._exchanges.standing)):
+            self._observe(now, given)
 
     def _forget(self, key: Any) -> None:
         """Forget a signature, and the plans that no other one has."""
@@ -267,20 +259,20 @@ class Sharded(OneBudget):
         """Run the model's forward inside of its hooks: as it is up to the last sharded module, then the plan
         of the rest."""
         if GIVEN in kwargs:
-            return self.rest_of_forward(*args, **kwargs)
+            return self.rest.run(*args, **kwargs)
         if is_unobserved():
-            return self._own(*args, **kwargs)
+            return self.rest.own(*args, **kwargs)
         if self._now is None:                   # by another method (register_fsdp_forward_method)
             return self.called(lambda *a, **k: self.forward(a, k), args, kwargs)
         self._arguments = args, kwargs
         try:
-            return self._own(*args, **kwargs)
+            return self.rest.own(*args, **kwargs)
         except Reached:
             assert self.tail is not None
         finally:
             self._arguments = (), {}
-        with self._stubs():
-            return self.tail.forward(*args, **kwargs, **{GIVEN: self._given()})
+        with self.rest.stubs():
+            return self.tail.forward(*args, **kwargs, **{GIVEN: self.rest.given})
 
     def called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a sharded module that has no plan."""
@@ -289,11 +281,10 @@ class Sharded(OneBudget):
     def returned(self, module: nn.Module, result: Any) -> Any:
         """A sharded module has returned."""
         now = self._now
-        if now is None or now.tail is False or self.tail is None or module not in self._stand_ins \
-                or self._serving is not None or is_unobserved():
+        if now is None or now.tail is False or self.tail is None or not self.rest.waits_for(module) \
+                or is_unobserved():
             return result
-        self._returned.append((module, *take_apart(result, result=True)))
-        number = len(self._returned)
+        number = self.rest.note(module, result)
         if now.tail is None and module is self.units[-1]:
             now.tail = number
         if now.tail == number:
@@ -301,30 +292,16 @@ class Sharded(OneBudget):
                 raise Reached
             now.tail = False
         if now.tail is False:
-            self._returned = []
+            self.rest.returned = []
         return result
 
     # -- the rest of the forward ----------------------------------------------------------
 
-    def _given(self) -> list[torch.Tensor]:
-        return [t for _, tensors, _ in self._returned for t in tensors]
-
-    @contextmanager
-    def _stubs(self) -> Iterator[None]:
-        """Replace the sharded modules by their stubs."""
-        for parent, name, unit in self._places:
-            submodules_of(parent)[name] = self._stand_ins[unit]
-        try:
-            yield
-        finally:
-            for parent, name, unit in self._places:
-                submodules_of(parent)[name] = unit
-
     def _is_rest_planned(self, tail: Follower) -> bool:
         """Return whether there is a plan for the rest of the forward; it is made if there can be one."""
         args, kwargs = self._arguments
-        kwargs = {**kwargs, GIVEN: self._given()}
-        with self._stubs():
+        kwargs = {**kwargs, GIVEN: self.rest.given}
+        with self.rest.stubs():
             key = tail.cache.observations.with_kinds(*guards_of(tail.reader, args, kwargs))
             if tail.cache.find(key) is not None:
                 return True
@@ -336,30 +313,6 @@ class Sharded(OneBudget):
                             self._type, error)
                 return False
         return True
-
-    def rest_of_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward with the given results of sharded modules. Raises `CaptureError` if it
-        calls other sharded modules than the step did."""
-        given = iter(kwargs.pop(GIVEN))
-        served = [(module, [next(given) for _ in tensors], structure)
-                  for module, tensors, structure in self._returned]
-        before, self._serving = self._serving, served
-        try:
-            with self._stubs():
-                result = self._own(*args, **kwargs)
-            if self._serving:
-                raise CaptureError("the forward calls fewer sharded modules with their results given")
-            return result
-        finally:
-            self._serving = before
-
-    def serve(self, module: nn.Module) -> Any:
-        """Return the given result of a sharded module."""
-        if not self._serving or self._serving[0][0] is not module:
-            raise CaptureError("the forward calls sharded modules in another order")
-        _, tensors, structure = self._serving.pop(0)
-        # A copy marks the place in the graph from which on the rest begins.
-        return structure.fill([t.clone() for t in tensors])
 
     # -- plans ----------------------------------------------------------------------------
 
@@ -381,9 +334,9 @@ class Sharded(OneBudget):
         chosen[part] = part.first, part.example
         follower.cache.follow([p for _, p in chosen.values()])
         self._close()
-        if self._now is not None:               # the next step is measured (again)
-            self._now.start_again()
-            self._now.calls = 1
+        if self._now is not None and self._leading is not None:     # the next step is measured (again)
+            self._leading.start_again()
+            self._leading.calls = 1
 
     def _new_part(self, follower: Follower, key: Guards, args: tuple[Any, ...],
                   kwargs: dict[str, Any]) -> Part:
@@ -394,7 +347,7 @@ class Sharded(OneBudget):
             traced = trace(model, args, kwargs, settings, Progress(planning.progress))
             if follower is self.tail:
                 refuse_what_would_run_twice(traced.capture)
-                drop_beginning(traced.capture, len(self._returned[-1][1]))
+                drop_beginning(traced.capture, len(self.rest.returned[-1][1]))
             known = next((p for p in self._parts if p.note(key, traced)), None)
             if known is not None:
                 return known
@@ -447,13 +400,15 @@ class Sharded(OneBudget):
         (signature, step), self._step = self._step, None
         self._until.remove()
         step.close()
+        if signature.lacks(self._calls_of_step):
+            return
         signature.note(step, self._exchanges.are_kept_whole, 0 if signature.rest is None
                        else self.planning.budget.of(signature.rest.plain))
 
     @contextmanager
     def running(self, follower: Follower) -> Iterator[None]:
         """Around a planned call."""
-        step = None if self._step is None or self._now is not self._step[0] else self._step[1]
+        step = None if self._step is None or self._now is None else self._step[1]
         if step is not None:
             step.forward_begins()
         yield

@@ -29,6 +29,8 @@ from rkmate.torch_seam.dtensor import is_dtensor, local_part
 from rkmate.torch_seam.modules import is_sharded, whole_gradient_type
 from rkmate.torch_seam.tensors import after_backward
 
+FEWER = 8
+"""Measured steps with fewer calls than some step had, at most, that are not noted."""
 CHECKS = 3
 """Steps that follow the shared budget and are measured, until one keeps to it."""
 
@@ -60,6 +62,22 @@ class Signature:
     """What these have shown."""
     over: int = 0
     """Bytes that these have taken, at least; 0 before the first of them."""
+    most: int = 1
+    """Calls of the model in one step, at most: several before a backward are one step."""
+    fewer: int = 0
+    """Measured steps with fewer calls since."""
+
+    def has_calls(self, count: int) -> None:
+        """Note the number of calls of a step so far. If there are more than in any before, the step is
+        measured again."""
+        if count > self.most:
+            self.most, self.fewer = count, 0
+            self.start_again()
+
+    def lacks(self, count: int) -> bool:
+        """Return whether a measured step with so many calls shows too little: others had more."""
+        self.fewer += count < self.most
+        return count < self.most and self.fewer <= FEWER
 
     def start_again(self) -> None:
         """Forget what was measured: the next step is measured again."""
@@ -228,8 +246,11 @@ class Observed:
         self._stretch.close()
 
     def _backward_over(self) -> None:
-        """The backward is over. The measurement goes on, until another one begins: what a thread has begun,
-        autograd's engine gives it back after this."""
+        """A backward is over. If it was that of all calls, the measurement goes on until another one begins:
+        what a thread has begun, autograd's engine gives it back after this."""
+        if self._holding:
+            self._waits = False
+            return
         self._end()
         give_way_by(self._give_way)
 

@@ -334,6 +334,40 @@ def _two_models(rank: int) -> dict[str, Any]:
             "said": [str(w.message) for w in caught if "has taken" in str(w.message)]}
 
 
+def _two_calls(rank: int) -> dict[str, Any]:
+    """Train with one call before the backward in the first steps, and with two in the others."""
+    def trained(budget: int | None) -> tuple[list[torch.Tensor], int]:
+        net, found, peak = _made("plain"), [], 0
+        if budget is not None:
+            rkmate.apply(net, budget=budget, progress=False, settings=QUICK)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for k in range(12):
+            def step(k: int = k) -> None:
+                torch.manual_seed(10 * k + rank)
+                loss = sum(net(torch.randint(0, WORDS, (4, 32))) for _ in range(1 if k < 5 else 2))
+                loss.backward()
+                found.append(loss.detach())
+
+            if k == 11:
+                peak = devices.of(torch.zeros(1)).measure_peak(step).peak
+            else:
+                step()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*found, *(p.full_tensor() for p in net.parameters())], peak
+
+    plain, most = trained(None)
+    peaks: list[Any] = [None, None]
+    dist.all_gather_object(peaks, most)
+    budget = int(0.85 * max(peaks))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mine, after = trained(budget)
+    close = [torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(mine, plain, strict=True)]
+    return {"equal": all(close), "peak": after, "budget": budget,
+            "said": [str(w.message) for w in caught if w.category is rkmate.RkmateWarning]}
+
+
 KINDS = {"bfloat16": 0.8, "nested": 0.9, "low rank": 0.8}
 TIGHT = {"plain": 0.5, "head by itself": 0.5}
 """Shares for which the loss has to be computed in chunks."""
@@ -344,7 +378,7 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{kind: functools.partial(_planned, kind=kind, share=share) for kind, share in TIGHT.items()},
     **{f"accumulated, {kind}": functools.partial(_accumulated, kind=kind) for kind in KEPT},
     "refused": _refused, "larger": _larger, "measured": _measured,
-    "by methods": _by_methods, "two models": _two_models}
+    "by methods": _by_methods, "two models": _two_models, "two calls": _two_calls}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -422,3 +456,11 @@ def test_models_of_one_step_look_at_each_other(found: Found) -> None:
         assert "failed" not in mine, mine["failed"]
         assert mine["equal"]
         assert mine["peaks"][0] <= mine["budget"] or mine["said"], mine
+
+
+def test_several_calls_before_a_backward_are_one_step(found: Found) -> None:
+    for mine in found["two calls"]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine["equal"]
+        assert mine["peak"] <= mine["budget"]
+        assert not any("calls of this module" in text for text in mine["said"])
