@@ -189,21 +189,6 @@ def _scaled() -> Task:
     return Task(model, step)
 
 
-def _shared() -> Task:
-    """A trunk's result goes into the planned part, and around it."""
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.inside, self.after = _blocks(1), _blocks(5), nn.Linear(32, 32)
-
-    model, x = Around(), _rows()
-
-    def step(m: Any) -> torch.Tensor:
-        h = m.before(x)
-        return F.mse_loss(m.after(m.inside(h) + h) * h.sigmoid(), x)
-    return Task(model, step, planned=model.inside)
-
-
 def _sobolev() -> Task:
     """A field and its slope with respect to places, outside of the network (physics-informed)."""
     class Field(nn.Module):
@@ -315,7 +300,6 @@ LOOPS = (
     _row("virtual adversaries", _virtual),
     _row("a state through time", _through_time),
     _row("a scaler, accumulation, clipping", _scaled),
-    _row("an input that goes around", _shared, 0.9, model="model.inside"),
     _row("slopes of a field", _sobolev, 1.0),
     _row("a clipped policy", _clipped_policy),
     _row("a flow", _flow),
@@ -465,18 +449,7 @@ VOLUMES = (
 
 # -- transformers ----------------------------------------------------------------------------------
 
-MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 MORE: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
-    ("jamba", "JambaForCausalLM", "Jamba", {
-        **DECODER, **MAMBA, "mamba_dt_rank": 4, "num_experts": 2, "num_experts_per_tok": 1,
-        "attn_layer_period": 3, "attn_layer_offset": 1, "use_mamba_kernels": False}, "labelled", 0.8),
-    ("bamba", "BambaForCausalLM", "Bamba", {
-        **DECODER, **MAMBA, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
-        "mamba_chunk_size": 8, "attn_layer_indices": [1]}, "labelled", 0.8),
-    ("zamba2", "Zamba2ForCausalLM", "Zamba2", {
-        **DECODER, "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 8,
-        "num_mem_blocks": 1, "layers_block_type": ["mamba", "hybrid", "mamba"], "adapter_rank": 4,
-        "use_shared_attention_adapter": False, "use_mamba_kernels": False}, "labelled", 0.8),
     ("roformer", "RoFormerForMaskedLM", "RoFormer", {**ENCODER, "embedding_size": 32}, "labelled", 0.7),
     ("ernie", "ErnieForSequenceClassification", "Ernie", ENCODER, "sentence", 0.7),
     ("data2vec, text", "Data2VecTextForMaskedLM", "Data2VecText", ENCODER, "labelled", 0.7),
@@ -491,18 +464,9 @@ MORE: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
      "labelled", 0.7),
     ("persimmon", "PersimmonForCausalLM", "Persimmon", {**ENCODER, "use_cache": False}, "labelled", 0.7),
     ("phi-moe", "PhimoeForCausalLM", "Phimoe", {**DECODER, "num_local_experts": 4}, "labelled", 0.8),
-    ("jetmoe", "JetMoeForCausalLM", "JetMoe", {
-        **DECODER, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, "labelled", 0.8),
-    ("levit", "LevitForImageClassification", "Levit", {
-        "image_size": 64, "hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 3, 4],
-        "depths": [1, 1, 1], "key_dim": [8, 8, 8], "down_ops": [
-            ["Subsample", 8, 4, 4, 2, 2], ["Subsample", 8, 6, 4, 2, 2]]}, "large image", 0.8),
     ("pvt v2", "PvtV2ForImageClassification", "PvtV2", {
         "image_size": 64, "hidden_sizes": [16, 24, 32, 32], "depths": [1, 1, 1, 1],
         "num_attention_heads": [1, 2, 4, 4]}, "large image", 0.7),
-    ("mobilevit", "MobileViTForImageClassification", "MobileViT", {
-        "image_size": 64, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 24, 32, 32],
-        "num_attention_heads": 2}, "large image", 0.8),
     ("owl-vit", "OwlViTModel", "OwlViT", {
         "text_config": {**ENCODER, "max_position_embeddings": 16},
         "vision_config": {**VISION, "hidden_size": 32}, "projection_dim": 16}, "contrast", 0.7),
@@ -513,8 +477,6 @@ MORE: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
     ("plbart", "PLBartForConditionalGeneration", "PLBart", BOTH, "translated", 0.7),
     ("bigbird-pegasus", "BigBirdPegasusForConditionalGeneration", "BigBirdPegasus", {
         **BOTH, "attention_type": "original_full"}, "translated", 0.7),
-    ("timesformer", "TimesformerForVideoClassification", "Timesformer", {
-        **VISION, "num_frames": 4}, "filmed", 0.7),
     ("vivit", "VivitForVideoClassification", "Vivit", {
         **VISION, "num_frames": 4, "tubelet_size": [2, 8, 8]}, "filmed", 0.7),
     ("opt, layer drop", "OPTForSequenceClassification", "OPT", {
