@@ -17,7 +17,7 @@ The outcome is
 Rows are appended to ``--rows FILE`` (JSON, one row a line; benchmarks/field.jsonl unless given): what is
 there is not run again. ``--write`` makes docs/field.md of that file. The scenarios are rows of a table
 (`field_scenarios.py`, `field_architectures.py`, `field_newer.py`, `field_text.py`, `field_vision.py`,
-`field_sound.py`, `field_loops.py`, `field_losses.py`, `field_tuning.py`).
+`field_sound.py`, `field_loops.py`, `field_losses.py`, `field_tuning.py`, `field_further.py`).
 
 Usage: python benchmarks/field.py --libraries torch peft --names llama
 """
@@ -42,6 +42,7 @@ from pathlib import Path
 import torch
 from beside import add_row, read_rows
 from field_architectures import SCENARIOS as MORE
+from field_further import SCENARIOS as FURTHER
 from field_loops import SCENARIOS as LOOPS
 from field_losses import SCENARIOS as LOSSES
 from field_newer import SCENARIOS as NEWER
@@ -58,7 +59,7 @@ from rkmate.measure.step import measure_step
 
 PAGE, ROWS = DOCS / "field.md", Path(__file__).with_name("field.jsonl")
 SCENARIOS = tuple(sorted((
-    *FIRST, *MORE, *NEWER, *TEXT, *VISION, *SOUND, *LOOPS, *LOSSES, *TUNING), key=lambda s: [
+    *FIRST, *MORE, *NEWER, *TEXT, *VISION, *SOUND, *LOOPS, *LOSSES, *TUNING, *FURTHER), key=lambda s: [
     r.library for r in FIRST].index(s.library) if any(r.library == s.library for r in FIRST) else len(FIRST)))
 STEPS = 3
 """Training steps of each of the two runs."""

@@ -11,7 +11,6 @@ import torch
 from field_architectures import architecture
 from field_scenarios import BOTH, DECODER, ENCODER, VISION, Block, Scenario, Task, denoised, net, volume
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 
@@ -153,18 +152,6 @@ def _virtual() -> Task:
     return Task(_blocks(5), step)
 
 
-def _learning_to_learn() -> Task:
-    """One inner step on other weights, through which the outer loss teaches (MAML)."""
-    x, y, model = _rows(), _rows(), _blocks(4)
-
-    def step(m: Any) -> torch.Tensor:
-        weights = dict(model.named_parameters())
-        slopes = torch.autograd.grad(F.mse_loss(m(x[:64]), y[:64]), list(weights.values()), create_graph=True)
-        moved = {n: p - 0.1 * g for (n, p), g in zip(weights.items(), slopes, strict=True)}
-        return F.mse_loss(functional_call(m, moved, (x[64:],)), y[64:])
-    return Task(model, step)
-
-
 def _through_time() -> Task:
     """A recurrent state that goes from step to step, detached."""
     class Recurrent(nn.Module):
@@ -200,21 +187,6 @@ def _scaled() -> Task:
         nn.utils.clip_grad_norm_(model.parameters(), 1e3)
         return loss
     return Task(model, step)
-
-
-def _shared() -> Task:
-    """A trunk's result goes into the planned part, and around it."""
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.inside, self.after = _blocks(1), _blocks(5), nn.Linear(32, 32)
-
-    model, x = Around(), _rows()
-
-    def step(m: Any) -> torch.Tensor:
-        h = m.before(x)
-        return F.mse_loss(m.after(m.inside(h) + h) * h.sigmoid(), x)
-    return Task(model, step, planned=model.inside)
 
 
 def _sobolev() -> Task:
@@ -326,10 +298,8 @@ LOOPS = (
     _row("attacked inputs", lambda: _attacked(False)),
     _row("attacked inputs, a divergence", lambda: _attacked(True)),
     _row("virtual adversaries", _virtual),
-    _row("learning to learn", _learning_to_learn, 1.0),
     _row("a state through time", _through_time),
     _row("a scaler, accumulation, clipping", _scaled),
-    _row("an input that goes around", _shared, model="model.inside"),
     _row("slopes of a field", _sobolev, 1.0),
     _row("a clipped policy", _clipped_policy),
     _row("a flow", _flow),
@@ -448,30 +418,27 @@ def _pictures(model: nn.Module, size: int) -> Task:
 
 
 VOLUMES = (
-    _monai("swin unetr", "SwinUNETR", lambda nets: nets.SwinUNETR(1, 2, feature_size=12, depths=(1, 1, 1, 1)),
-           size=32),
+    _monai("swin unetr", "SwinUNETR", lambda nets: nets.SwinUNETR(
+        1, 2, feature_size=12, depths=(1, 1, 1, 1), norm_name="batch"), size=32),
     _monai("unetr", "UNETR", lambda nets: nets.UNETR(
-        1, 2, (16, 16, 16), feature_size=8, hidden_size=48, mlp_dim=64, num_heads=4)),
+        1, 2, (16, 16, 16), feature_size=8, hidden_size=48, mlp_dim=64, num_heads=4), 0.9),
     _monai("mednext", "MedNeXt", lambda nets: nets.MedNeXt(
         3, 8, 1, 2, encoder_expansion_ratio=2, decoder_expansion_ratio=2, bottleneck_expansion_ratio=2,
-        blocks_down=(1, 1, 1, 1), blocks_bottleneck=1, blocks_up=(1, 1, 1, 1))),
-    _monai("v-net", "VNet", lambda nets: nets.VNet(3, 1, 2)),
+        blocks_down=(1, 1, 1, 1), blocks_bottleneck=1, blocks_up=(1, 1, 1, 1)), size=32),
+    _monai("v-net", "VNet", lambda nets: nets.VNet(3, 1, 2), size=32),
     _monai("segresnet, deep supervision", "SegResNetDS", lambda nets: nets.SegResNetDS(
         3, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1, 1), dsdepth=2)),
     _monai("segresnet, vae", "SegResNetVAE", lambda nets: nets.SegResNetVAE(
         (16, 16, 16), init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1, 1),
         blocks_up=(1, 1))),
     _monai("unet++", "BasicUNetPlusPlus", lambda nets: nets.BasicUNetPlusPlus(
-        3, 1, 2, features=(8, 8, 16, 16, 16, 8))),
-    _monai("hovernet", "HoVerNet", lambda nets: nets.HoVerNet(
-        mode="fast", out_classes=2, np_out_channels=2), size=64),
+        3, 1, 2, features=(8, 8, 16, 16, 16, 8)), size=32),
     _monai("densenet", "DenseNet121", lambda nets: nets.DenseNet(
-        3, 1, 2, init_features=8, growth_rate=4, block_config=(2, 2, 2))),
-    _monai("dints", "DiNTS", lambda nets: nets.DiNTS(nets.TopologyInstance(
-        3, [1, 1, 1], torch.ones(3, 7).numpy(), torch.zeros(3, 7).long().numpy()), 1, 2,
-        num_blocks=3) if False else nets.RegUNet(3, 1, 8, 2)),
+        3, 1, 2, init_features=8, growth_rate=4, block_config=(2, 2, 2)), size=32),
     _monai("vq-vae", "VQVAE", lambda nets: nets.VQVAE(
-        3, 1, 1, channels=(8, 8), num_res_channels=(8, 8), num_embeddings=16, embedding_dim=8)),
+        3, 1, 1, channels=(8, 8), num_res_channels=(8, 8), num_res_layers=1, num_embeddings=16,
+        embedding_dim=8, downsample_parameters=((2, 4, 1, 1),) * 2,
+        upsample_parameters=((2, 4, 1, 1, 0),) * 2)),
     _monai("autoencoder of volumes", "AutoencoderKL", lambda nets: nets.AutoencoderKL(
         3, 1, 1, num_res_blocks=(1, 1), channels=(8, 16), attention_levels=(False, True), latent_channels=4,
         norm_num_groups=4)),
@@ -482,18 +449,7 @@ VOLUMES = (
 
 # -- transformers ----------------------------------------------------------------------------------
 
-MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 MORE: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
-    ("jamba", "JambaForCausalLM", "Jamba", {
-        **DECODER, **MAMBA, "mamba_dt_rank": 4, "num_experts": 2, "num_experts_per_tok": 1,
-        "attn_layer_period": 3, "attn_layer_offset": 1, "use_mamba_kernels": False}, "labelled", 0.8),
-    ("bamba", "BambaForCausalLM", "Bamba", {
-        **DECODER, **MAMBA, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
-        "mamba_chunk_size": 8, "attn_layer_indices": [1]}, "labelled", 0.8),
-    ("zamba2", "Zamba2ForCausalLM", "Zamba2", {
-        **DECODER, "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 8,
-        "num_mem_blocks": 1, "layers_block_type": ["mamba", "hybrid", "mamba"], "adapter_rank": 4,
-        "use_shared_attention_adapter": False, "use_mamba_kernels": False}, "labelled", 0.8),
     ("roformer", "RoFormerForMaskedLM", "RoFormer", {**ENCODER, "embedding_size": 32}, "labelled", 0.7),
     ("ernie", "ErnieForSequenceClassification", "Ernie", ENCODER, "sentence", 0.7),
     ("data2vec, text", "Data2VecTextForMaskedLM", "Data2VecText", ENCODER, "labelled", 0.7),
@@ -508,28 +464,9 @@ MORE: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
      "labelled", 0.7),
     ("persimmon", "PersimmonForCausalLM", "Persimmon", {**ENCODER, "use_cache": False}, "labelled", 0.7),
     ("phi-moe", "PhimoeForCausalLM", "Phimoe", {**DECODER, "num_local_experts": 4}, "labelled", 0.8),
-    ("jetmoe", "JetMoeForCausalLM", "JetMoe", {
-        **DECODER, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, "labelled", 0.8),
-    ("reformer", "ReformerModelWithLMHead", "Reformer", {
-        "vocab_size": 99, "hidden_size": 32, "num_attention_heads": 2, "attention_head_size": 16,
-        "feed_forward_size": 64, "attn_layers": ["local", "local"], "axial_pos_embds": False,
-        "max_position_embeddings": 64, "local_attn_chunk_length": 8, "is_decoder": True, "pad_token_id": 0,
-        "use_cache": False}, "labelled", 1.0),
-    ("cvt", "CvtForImageClassification", "Cvt", {
-        "embed_dim": [16, 24, 32], "num_heads": [1, 2, 4], "depth": [1, 1, 2]}, "large image", 0.7),
-    ("levit", "LevitForImageClassification", "Levit", {
-        "image_size": 64, "hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 3, 4],
-        "depths": [1, 1, 1], "key_dim": [8, 8, 8], "down_ops": [
-            ["Subsample", 8, 4, 4, 2, 2], ["Subsample", 8, 6, 4, 2, 2]]}, "large image", 0.8),
     ("pvt v2", "PvtV2ForImageClassification", "PvtV2", {
         "image_size": 64, "hidden_sizes": [16, 24, 32, 32], "depths": [1, 1, 1, 1],
         "num_attention_heads": [1, 2, 4, 4]}, "large image", 0.7),
-    ("mobilevit", "MobileViTForImageClassification", "MobileViT", {
-        "image_size": 64, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 24, 32, 32],
-        "num_attention_heads": 2}, "large image", 0.8),
-    ("efficientnet", "EfficientNetForImageClassification", "EfficientNet", {
-        "image_size": 64, "width_coefficient": 0.2, "depth_coefficient": 0.3, "hidden_dim": 64},
-     "large image", 0.8),
     ("owl-vit", "OwlViTModel", "OwlViT", {
         "text_config": {**ENCODER, "max_position_embeddings": 16},
         "vision_config": {**VISION, "hidden_size": 32}, "projection_dim": 16}, "contrast", 0.7),
@@ -540,11 +477,9 @@ MORE: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
     ("plbart", "PLBartForConditionalGeneration", "PLBart", BOTH, "translated", 0.7),
     ("bigbird-pegasus", "BigBirdPegasusForConditionalGeneration", "BigBirdPegasus", {
         **BOTH, "attention_type": "original_full"}, "translated", 0.7),
-    ("timesformer", "TimesformerForVideoClassification", "Timesformer", {
-        **VISION, "num_frames": 4}, "filmed", 0.7),
     ("vivit", "VivitForVideoClassification", "Vivit", {
         **VISION, "num_frames": 4, "tubelet_size": [2, 8, 8]}, "filmed", 0.7),
-    ("cpmant", "OPTForSequenceClassification", "OPT", {
+    ("opt, layer drop", "OPTForSequenceClassification", "OPT", {
         **DECODER, "ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.2}, "sentence", 0.9),
 )
 

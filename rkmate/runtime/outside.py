@@ -240,8 +240,8 @@ class InARow:
 
     def watch(self, call: Call, are_open: Callable[[], Sequence[Call]], device: torch.device,
               tell: Callable[[Outside], None]) -> None:
-        """After the forward of a call: if it is one to look at, look when its backward begins, unless other
-        calls are open then. `tell`: gets what was found."""
+        """After the forward of a call: if it is one to look at, look when its backward begins, unless more
+        calls are open then than its plan is for. `tell`: gets what was found."""
         start, before, then = self._at_start, self._before, call.begins
         if start is None or before is None:
             return
@@ -250,11 +250,12 @@ class InARow:
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
             nonlocal first
-            if first and len(are_open()) == 1:
+            if first and len(opened := are_open()) <= planned:
+                counted = {key_of(t) for other in opened for t in other.env.values()}
                 made = {key for key, lives in new.items() if lives()}
                 there = {k: b for k, b in start.items() if k not in made}
-                now = self._storages(device)
-                left = sum(b for k, b in now.items() if k in before and k not in there) - \
+                now, kept = self._storages(device), counted | there.keys()
+                left = sum(b for k, b in now.items() if k in before and k not in kept) - \
                     sum(b for k, b in there.items() if k not in now)
                 known = after.keys() | {key_of(g) for g in grads if g is not None}
                 held = sum(b for k, b in now.items() if k not in known)

@@ -125,6 +125,35 @@ def test_a_contrastive_loss_has_room_or_the_smallest_plan(share: float, calls: i
     assert measure_step(model, lambda: step(model)).peak <= budget < 0.75 * peak
 
 
+def test_inputs_and_losses_of_open_calls_have_room() -> None:
+    """A divergence of moved inputs from clean ones (TRADES): what the step makes before its last call, and
+    what the loss keeps for its other branch, is seen once and planned for."""
+    labels = torch.arange(len(X)) % 32
+    apart = functools.partial(F.kl_div, reduction="batchmean")
+
+    def step(model: nn.Module) -> None:
+        clean = model(X).detach().softmax(-1)
+        moved = X.clone().requires_grad_()
+        slope, = torch.autograd.grad(apart(model(moved).log_softmax(-1), clean), moved)
+        found = model(X)
+        other = model((moved + slope.sign()).detach())
+        (F.cross_entropy(found, labels) + apart(other.log_softmax(-1), clean)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad  # type: ignore[operator]
+
+    plain, model = net(), net()
+    same = net()
+    budget = int(0.75 * measure_step(same, lambda: step(same)).peak)
+    rkmate.apply(model, budget=budget, progress=False)
+    for _ in range(4):
+        for each in (plain, model):
+            each.zero_grad(set_to_none=False)
+            step(each)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert measure_step(model, lambda: step(model)).peak <= budget
+
+
 def _told(text: str) -> int:
     """The bytes of a step that a warning tells of, with those that the caller holds."""
     return int(text.split(" about ")[1].split(" bytes")[0].replace(",", ""))
