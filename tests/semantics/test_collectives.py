@@ -604,7 +604,7 @@ def test_another_shape_and_another_model(found: Found) -> None:
         assert rank["equal"] == [True, True, True]
     (kind, text), (own, why) = (rank["error"] for rank in found["another shape"])
     assert kind == "RankError" and "planning has failed on rank 1: PlanError" in text
-    assert own == "PlanError" and "belongs to another model" in why
+    assert own == "PlanError" and "belongs to another model" in why and "branch on its rank" in why
 
 
 def test_a_budget_that_is_too_small_is_an_error_on_each_rank(found: Found) -> None:
