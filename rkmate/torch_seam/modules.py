@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -52,6 +53,22 @@ def parameters_by_path(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def buffers_by_path(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return a module's buffers, each at every path that leads to it, whatever its class calls them."""
     return list(nn.Module.named_buffers(module, remove_duplicate=False))
+
+
+@contextmanager
+def parameters_proper(module: nn.Module) -> Iterator[None]:
+    """Let tensors that stand in the place of parameters (`torch.func.functional_call`) be parameters of the
+    same values: an export asks for that."""
+    swapped = [(parameters_of(m), name, t) for m in module.modules() for name, t in parameters_of(m).items()
+               if t is not None and not isinstance(t, nn.Parameter)]
+    made = {id(t): nn.Parameter(t.detach(), t.requires_grad) for _, _, t in swapped}
+    for held, name, t in swapped:
+        held[name] = made[id(t)]
+    try:
+        yield
+    finally:
+        for held, name, t in swapped:
+            held[name] = t
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -191,6 +191,26 @@ def test_gradients_of_a_functional_call() -> None:
         assert torch.equal(a, b)
 
 
+def test_a_functional_call_may_be_the_first() -> None:
+    model, x = Tower(), torch.randn(8, 16)
+    own = list(model.parameters())
+    other = {n: torch.randn_like(p).requires_grad_() for n, p in model.named_parameters()}
+
+    def gradients() -> list[torch.Tensor]:
+        doubled = {n: t * 2 for n, t in other.items()}
+        out = torch.func.functional_call(model, doubled, (x,))
+        return [out, *torch.autograd.grad(out.sum(), list(other.values()))]
+
+    wanted = gradients()
+    rkmate.apply(model, budget=1.0)
+    for _ in range(2):
+        assert all(map(torch.equal, gradients(), wanted))
+    assert all(a is b for a, b in zip(own, model.parameters(), strict=True))
+    shown = rkmate.applied(model)
+    assert shown is not None
+    assert len(shown._plans) == 1
+
+
 def test_changed_gradient_flags_have_plans_of_their_own() -> None:
     model, x = Tower(), torch.randn(8, 16)
     module = planned(model, x)
