@@ -29,6 +29,7 @@ from rkmate.runtime.snapshot import (
     forwards,
     snapshot,
 )
+from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import BUFFERS, HOOK_KINDS, PARAMETERS, SUBMODULES
 from rkmate.torch_seam.patches.features import GUARDS
 from rkmate.torch_seam.patches.libraries import is_observer
@@ -318,3 +319,10 @@ def changing(key: Guards, others: Iterable[Guards]) -> list[str]:
         return []
     *before, now = [dict(p.content) for p in (*alike[1 - _MANY:], key.attributes)]
     return [name for name in now if len({p.get(name) for p in (*before, now)}) == _MANY]
+
+
+def warn_of_changes(model: str, names: Sequence[str]) -> None:
+    """Warn that some values take plans of their own in every step."""
+    warn(f"{model}: {', '.join(names[:_NAMED])} changed before each of the latest plans, and each value "
+         "takes a plan of its own. Make a tensor or a number that changes during training a buffer "
+         "(register_buffer, and copy_ for new values), or a tensor among the arguments")

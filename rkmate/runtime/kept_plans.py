@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -86,6 +86,16 @@ class Executable:
     """Whether a step has run as it is, before it is recorded: libraries set themselves up in it."""
 
 
+def handed_on(traced: Traced, inputs: tuple[Any, ...], others: Sequence[Specialization]
+              ) -> tuple[Traced, Specialization | None]:
+    """Return the latest of some signatures whose tensors have these forms: it differs in numbers alone. And a
+    trace that leaves as much room for the caller as that one."""
+    before = next((s for s in reversed(others) if s.inputs == inputs), None)
+    return traced if before is None else replace(
+        traced, outside=before.traced.outside,
+        settings=replace(traced.settings, loss_bytes=before.traced.settings.loss_bytes)), before
+
+
 @dataclass
 class Specialization:
     """A signature: its trace, and an executable for each tangent mask."""
@@ -112,6 +122,16 @@ class Specialization:
     backward."""
     member: Member | None = None
     """The full capture from which other sizes are derived; None if this one was derived."""
+    inputs: tuple[Any, ...] = ()
+    """The forms of the arguments' tensors, as in its key."""
+
+    def go_on_from(self, before: Specialization | None) -> None:
+        """Take over what steps have shown of a signature that differs in numbers alone."""
+        if before is not None:
+            self.sums, self.outside, self.has_others = before.sums, before.outside, before.has_others
+            looks = max((e.looks for e in before.executables.values()), default=0)
+            for executable in self.executables.values():
+                executable.looks = looks
 
     def note_outside(self, ready: Executable, seen: Outside, opened: int, calls: OpenCalls) -> None:
         """Note what a step has shown outside of its plan. `opened`: of its calls, were open then."""

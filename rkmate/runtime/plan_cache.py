@@ -37,8 +37,8 @@ from rkmate.runtime.agreement import Ranks, description, ranks_in, ranks_of, sho
 from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
-from rkmate.runtime.guards import FlagGuards, Guards, changing, differing
-from rkmate.runtime.kept_plans import Executable, Planning, Prototype, Specialization, TangentMask
+from rkmate.runtime.guards import FlagGuards, Guards, changing, differing, warn_of_changes
+from rkmate.runtime.kept_plans import Executable, Planning, Prototype, Specialization, TangentMask, handed_on
 from rkmate.runtime.lengths import Member, NewSizes, alike, compare, derive, known_at, members_for, outdated
 from rkmate.runtime.outside import (
     LOOKS,
@@ -194,8 +194,9 @@ class PlanCache:
         like = None if plan is not None else self._prototype(key)
         traced = like.traced if like is not None else trace(
             self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
-        captured = traced.capture
-        split, summed = self.planning.shared_inputs, traced
+        captured, split = traced.capture, self.planning.shared_inputs
+        traced, before = handed_on(traced, key.inputs, others)
+        summed = traced
         if not split and plan is None and not self._saved and ranks is None and not self.planning.is_part:
             split = few_terms(captured)
         if like is None and split:
@@ -233,8 +234,10 @@ class PlanCache:
                                        error.minimum_bytes) from error
         key = self.observations.add(self.observations.look(key, captured.looked), captured.recipe)
         # What is kept holds no tensors of this call.
-        known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted)
-        known.sums = frozenset(() if self.planning.is_part else terms_in(traced.capture))
+        known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted,
+                               sums=frozenset(() if self.planning.is_part else terms_in(traced.capture)),
+                               inputs=key.inputs)
+        known.go_on_from(before)
         if derived is None and captured.recipe is None and like is None and not groups_of(captured.graph):
             known.member = Member(key, known_at(key, captured, args, kwargs, recording))
             if others and len(members) < 2:     # from now on, there may be as many as others are derived from
@@ -270,11 +273,7 @@ class PlanCache:
         names = [] if self._warned else changing(key, latest)
         if names:
             self._warned = True
-            warn(
-                f"{type(self.model).__name__}: {', '.join(names[:5])} changed before each of the latest "
-                "plans, and each value takes a plan of its own. Make a tensor or a number that changes "
-                "during training a buffer (register_buffer, and copy_ for new values), or a tensor "
-                "among the arguments")
+            warn_of_changes(type(self.model).__name__, names)
 
     def current(self, known: Specialization, tensors: Sequence[torch.Tensor]) -> Executable:
         """Return the plan that the next forward follows; made for the loss of the latest one."""

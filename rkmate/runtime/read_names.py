@@ -68,7 +68,7 @@ def read_by_forward(kind: type, held: Iterable[Any] = ()) -> Read:
     functions in attributes of such a module, and hooks."""
     members = [vars(c) for c in classes_of_user(kind)]
     found = Read()
-    asked: set[str] = set()
+    asked, told = set[str](), set[str]()
     todo = ["forward"]
     functions: list[Any] = [f for h in held for f in _functions_in(h)]
     followed: set[int] = set()
@@ -97,8 +97,11 @@ def read_by_forward(kind: type, held: Iterable[Any] = ()) -> Read:
                 continue
             followed.add(id(c))
             code += [k for k in c.co_consts if isinstance(k, CodeType)]
+            texts = {k for k in c.co_consts if isinstance(k, str) and k.isidentifier()}
             if not _ASKS.isdisjoint(c.co_names):
-                asked.update(k for k in c.co_consts if isinstance(k, str) and k.isidentifier())
+                asked |= texts
+            if "setattr" in c.co_names:
+                told |= texts
             todo += [k for k in c.co_names if k not in found.names]
             found.names.update(c.co_names)
             found.assigned.update(i.argval for i in dis.get_instructions(c) if i.opname in _ASSIGNS)
@@ -112,7 +115,7 @@ def read_by_forward(kind: type, held: Iterable[Any] = ()) -> Read:
     for c in named.values():
         for name in found.names.intersection(vars(c)) - found.assigned:
             found.note(c, name, vars(c)[name], found.names)
-    found.asked = sorted(k for k in asked if not k.startswith("__"))
+    found.asked = sorted(k for k in asked - told if not k.startswith("__"))
     return found
 
 

@@ -145,7 +145,7 @@ def test_inputs_and_losses_of_open_calls_have_room() -> None:
     plain, model = net(), net()
     same = net()
     budget = int(0.75 * measure_step(same, lambda: step(same)).peak)
-    rkmate.apply(model, budget=budget, progress=False)
+    rkmate.apply(model, budget=budget, progress=False, settings=rkmate.Settings(costs="analytic"))
     for _ in range(4):
         for each in (plain, model):
             each.zero_grad(set_to_none=False)

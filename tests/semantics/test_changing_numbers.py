@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rkmate
+from rkmate.measure.step import measure_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*changed before each of the latest plans")
 
@@ -114,3 +115,24 @@ def test_plans_of_earlier_numbers_are_not_kept() -> None:
         net.number = 0.9 - 0.01 * step
         wrapped(x).backward()
     assert len(wrapped._plans) <= 20
+
+
+def test_room_for_the_callers_loss_goes_over_to_other_numbers() -> None:
+    def step() -> None:
+        y = net(x)
+        for _ in range(8):
+            y = (y.exp().log() + y.sin()) * 0.5
+        y.square().mean().backward()
+
+    def use(net: _Net, x: torch.Tensor) -> torch.Tensor:
+        return x + net.number * net.second(F.gelu(net.first(x))) + net.second(F.gelu(net.first(x * 0.3)))
+
+    net, x = _Net(use), torch.randn(512, 8)
+    step()
+    budget = int(0.9 * measure_step(net, step).peak)
+    rkmate.apply(net, budget=budget, progress=False, settings=rkmate.Settings(costs="analytic"))
+    for number in (0.9, 0.87, 0.85, 0.84, 0.83):
+        net.number = number
+        step()
+    net.number = 0.82
+    assert measure_step(net, step).peak <= budget
