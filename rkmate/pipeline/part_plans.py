@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -50,7 +51,7 @@ class PartWays:
     keeps_gradients: bool = False
     """Whether gradients of parameters stay in memory until the backward of a call is over."""
 
-    @property
+    @cached_property
     def whole(self) -> Way:
         """The figures of a call without recomputation."""
         return self.way(self.solved.prepared.whole)

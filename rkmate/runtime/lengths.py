@@ -180,9 +180,11 @@ def alike(a: Guards, b: Guards) -> bool:
 
 def _are_alike(a: Any, b: Any) -> bool:
     """Return whether two parts of keys differ in numbers at most."""
-    if type(a) in NUMBERS or type(a) is not tuple:
-        return type(a) is type(b) and (type(a) in NUMBERS or a == b)
-    return type(b) is tuple and len(a) == len(b) and all(map(_are_alike, a, b))
+    if type(a) is not type(b):
+        return False
+    if type(a) is tuple:
+        return len(a) == len(b) and all(map(_are_alike, a, b))
+    return type(a) in NUMBERS or bool(a == b)
 
 
 def numbers_in(part: Any) -> Iterator[int | float]:

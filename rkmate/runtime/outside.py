@@ -272,7 +272,7 @@ class InARow:
 
     def _storages(self, device: torch.device) -> dict[int, int]:
         grads = gradients_of(self._model)
-        return {key: found[0].untyped_storage().nbytes() for key, found in _found(device).items()
+        return {key: held_part(found[0]).untyped_storage().nbytes() for key, found in _found(device).items()
                 if key not in grads}
 
 

@@ -262,10 +262,11 @@ class PlanCache:
             self._kept[key] = new
             for k in outdated(key, [k for k, s in self._kept.items() if s.member is None]):
                 del self._kept[k]
+                self.observations.keep(self._kept)
             total = sum(s.bytes for s in self._kept.values())
             while len(self._kept) > 1 and total > self.planning.settings.kept_plans_bytes:
                 total -= self._kept.popitem(last=False)[1].bytes
-            self.observations.keep(self._kept)
+                self.observations.keep(self._kept)
 
     def _warn_of_changes(self, key: Guards) -> None:
         with self._lock:

@@ -19,6 +19,19 @@ Loss = Callable[[Callable[..., Any]], torch.Tensor]
 """Runs a module (its argument) and returns the loss."""
 
 
+class Reversed(torch.autograd.Function):
+    """The identity, whose gradient is turned around and scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return -ctx.scale * grad, None
+
+
 def planned(model: nn.Module, *args: Any, budget: int | float | str = 1.0,
             kwargs: dict[str, Any] | None = None, **options: Any) -> rkmate.PlannedModule:
     """A wrapped module, planned on deterministic costs unless `options` say otherwise."""

@@ -16,19 +16,9 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.measure.step import measure_step
+from tests.semantics.steps import Reversed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*changed before each of the latest plans")
-
-
-class _Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, strength: float) -> torch.Tensor:
-        ctx.strength = strength
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return -ctx.strength * grads[0], None
 
 
 class _Net(nn.Module):
@@ -55,7 +45,7 @@ USES: dict[str, Callable[[_Net, torch.Tensor], Any]] = {
     "temperature": lambda net, x: F.softmax(x / net.number, -1).square().mean(),
     "exponent": lambda net, x: x.abs().pow(net.number + 1.03).mean(),
     "dropout": lambda net, x: F.dropout(x, net.number).square().mean(),
-    "reversal": lambda net, x: _Reverse.apply(x, net.number).square().mean(),  # type: ignore[no-untyped-call]
+    "reversal": lambda net, x: Reversed.apply(x, net.number).square().mean(),  # type: ignore[no-untyped-call]
     "filled": lambda net, x: (x + torch.full((8,), net.number)).square().mean(),
     "in a dictionary": lambda net, x: (x * net.held["number"]).square().mean(),
     "returned": lambda net, x: {"loss": (x * net.number).square().mean(), "number": net.number},

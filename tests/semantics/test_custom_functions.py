@@ -16,18 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import rkmate
 from tests.equality import assert_same_step
 from tests.models.sample import Sample
-from tests.semantics.steps import planned, tightest
-
-
-class _Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return -ctx.scale * grad, None
+from tests.semantics.steps import Reversed, planned, tightest
 
 
 class _Rounded(torch.autograd.Function):
@@ -129,7 +118,7 @@ class _RunsModule(torch.autograd.Function):
         return None, grad
 
 
-reverse = _Reversed.apply                   # a name of its own, as libraries have
+reverse = Reversed.apply                   # a name of its own, as libraries have
 
 
 class _Model(nn.Module):
@@ -143,7 +132,7 @@ class _Model(nn.Module):
         return self.b(getattr(self, self.kind)(self.a(x), x).tanh())  # type: ignore[no-any-return]
 
     def reversed(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return reverse(h, 2.0) + _Reversed.apply(h, 0.5)  # type: ignore[no-any-return]
+        return reverse(h, 2.0) + Reversed.apply(h, 0.5)  # type: ignore[no-any-return]
 
     def rounded(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return _Rounded.apply(h * 3)  # type: ignore[no-any-return]

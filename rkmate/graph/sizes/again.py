@@ -30,7 +30,7 @@ from rkmate.graph.capture.opaque import Opaque
 from rkmate.graph.capture.structure import Structure, TensorForm, form_of, take_apart
 from rkmate.graph.sizes import depth
 from rkmate.graph.sizes.dry_run import Recording, dry_run
-from rkmate.torch_seam.modules import buffers_by_path, parameters_by_path, parameters_proper
+from rkmate.torch_seam.modules import buffers_by_path, parameters_by_path
 
 T = TypeVar("T")
 
@@ -89,8 +89,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opa
     held = [*parameters_by_path(model), *buffers_by_path(model)]
     owner = next(model.parameters(), None)
     if opaque or owner is None or not inputs.is_plain or not _are_plain([*tensors, *(t for _, t in held)]):
-        with parameters_proper(model):
-            return depth.captured(model, args, kwargs, opaque)[0]
+        return depth.captured(model, args, kwargs, opaque)[0]
     numbers: dict[int, int] = {}
     call = _Call(tuple(map(form_of, tensors)), inputs,
                  tuple((path, f"{type(m).__module__}.{type(m).__qualname__}")
@@ -102,8 +101,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opa
         step = _step_of(dry_run(model, inputs, call.tensors))
         if step is not None and step == before.step:
             return replace(before.capture, inputs=inputs)
-    with parameters_proper(model):
-        found, recording = depth.captured(model, args, kwargs, opaque)
+    found, recording = depth.captured(model, args, kwargs, opaque)
     if not _holds_something(found):
         if recording is None and before is not None:
             recording = dry_run(model, inputs, call.tensors)

@@ -26,6 +26,7 @@ from rkmate.graph.capture.structure import form_of, take_apart
 from rkmate.graph.sizes.dry_run import Recording, Steps, dry_run
 from rkmate.graph.sizes.layers import UNITS, Layers, Run, layers_of, shorter
 from rkmate.torch_seam.containers import pytree
+from rkmate.torch_seam.modules import parameters_proper
 from rkmate.torch_seam.nodes import VALUE, WISH, add_like, is_backward, moved, renamed, sequence_number
 from rkmate.torch_seam.patches.autograd import REGION, renewed_region
 from rkmate.torch_seam.patches.features import check_once
@@ -47,13 +48,14 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """Return the joint graph of one training step, as `capture_whole` does, and the dry run of the step if
     one was made. Of layers that are alike, a few are traced, where that is certain to give the graph of the
     whole. Raises `CaptureError`, `ArgumentError`."""
-    layers = layers_of(model) if opaque in ((), "auto") else None
-    if layers is not None:
-        try:
-            return _by_layers(model, args, kwargs, layers)
-        except (_Differs, CaptureError):
-            pass
-    return capture_whole(model, args, kwargs, opaque), None
+    with parameters_proper(model):
+        layers = layers_of(model) if opaque in ((), "auto") else None
+        if layers is not None:
+            try:
+                return _by_layers(model, args, kwargs, layers)
+            except (_Differs, CaptureError):
+                pass
+        return capture_whole(model, args, kwargs, opaque), None
 
 
 def _by_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
