@@ -71,6 +71,7 @@ from rkmate.pipeline.variants import (
     is_faster,
     may_be_faster,
     others,
+    seconds_of_faster,
 )
 from rkmate.planners.protocol import Candidate, Composed, Planner, best
 from rkmate.planners.registry import planner as find_planner
@@ -228,9 +229,7 @@ def _searched_longer(quick: Sequence[Found], taken: Found, before: Found | None,
     traced = taken.planned.prepared.blocked.traced
     for found in sorted(quick, key=lambda f: f.plan.step_seconds):
         variant = found.planned.prepared.blocked.variant
-        # The first variant is taken unless another one is faster by a margin.
-        margin = taken.plan.step_seconds / (1 - FASTER_BY) if found is before else taken.plan.step_seconds
-        if traced.is_late or not found.may_take(margin):
+        if traced.is_late or not found.may_take(_to_be_taken(found, taken, before)):
             continue
         start = time.perf_counter()
         longer = in_larger_tiles(with_more_options(found, method, limit), method, limit)
@@ -244,6 +243,17 @@ def _searched_longer(quick: Sequence[Found], taken: Found, before: Found | None,
         elif _wins(longer.plan, taken.plan, None if before is None else before.plan, variant):
             taken = longer
     return taken, before
+
+
+def _to_be_taken(found: Found, taken: Found, before: Found | None) -> float:
+    """Return the seconds of a step below which a variant's plan is taken, or a better one than is taken now.
+    The first variant is taken unless another one is faster by a margin. `before`: its plan."""
+    seconds = taken.plan.step_seconds
+    if found is taken or before is None:
+        return seconds
+    if found is before:
+        return seconds / (1 - FASTER_BY)
+    return min(seconds, seconds_of_faster(before.plan.step_seconds, found.planned.prepared.blocked.variant))
 
 
 def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bool:

@@ -223,7 +223,12 @@ def may_be_faster(seconds: float, graph: CDGraph, variant: Variant) -> bool:
 
 def is_faster(seconds: float, than: float, variant: Variant) -> bool:
     """Return whether a variant's step is faster by enough for it to be taken."""
-    return seconds < than * (1 - FASTER_BY if variant.trades else 1)
+    return seconds < seconds_of_faster(than, variant)
+
+
+def seconds_of_faster(than: float, variant: Variant) -> float:
+    """Return the seconds of a step below which a variant is faster by enough for it to be taken."""
+    return than * (1 - FASTER_BY if variant.trades else 1)
 
 
 def _listed(names: tuple[str, ...]) -> str:

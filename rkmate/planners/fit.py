@@ -66,6 +66,7 @@ def _choices(problem: Problem, schedule: Schedule, result: Simulation, budget: i
     """Yield orders that forget more at the peak, and their numbers of computations before the loss: first as
     many values as bytes are missing, then one value each."""
     graph, order, pinned = problem.graph, schedule.order, frozenset(problem.pinned)
+    loss_at = schedule.loss_at
     there, before, position, busy = _memory(graph, schedule, result.peak_at)
     missing = result.peak - budget
     comes: dict[int, int] = {}          # the place of the next computation that reads or makes a value
@@ -75,7 +76,7 @@ def _choices(problem: Problem, schedule: Schedule, result: Simulation, budget: i
     found: list[tuple[float, int, int, set[int]]] = []
     for j in there.difference(busy, pinned, graph.decided, graph.inputs):
         made = graph.producer[j]
-        if made is None or made >= graph.loss or (position <= schedule.loss_at and j in graph.outputs):
+        if made is None or made >= graph.loss or (position <= loss_at and j in graph.outputs):
             continue
         reader = comes.get(j)
         if reader is None or order[reader] == made:
@@ -90,20 +91,20 @@ def _choices(problem: Problem, schedule: Schedule, result: Simulation, budget: i
         freed += graph.d[found[together][1]].size
         together += 1
     for chosen in (found[:together], *([one] for one in found[:CHOICES])):
-        yield _making_again(schedule, [(reader, again) for _, _, reader, again in chosen])
+        yield _making_again(order, loss_at, [(reader, again) for _, _, reader, again in chosen])
 
 
-def _making_again(schedule: Schedule, added: Sequence[tuple[int, set[int]]]) -> tuple[list[int], int]:
-    """Return a schedule's order with more computations before some places, and its number of those before the
-    loss."""
+def _making_again(order: Sequence[int], loss_at: int, added: Sequence[tuple[int, set[int]]]
+                  ) -> tuple[list[int], int]:
+    """Return an order with more computations before some places, and its number of those before the loss."""
     more: dict[int, set[int]] = {}
     for place, nodes in added:
         more.setdefault(place, set()).update(nodes)
-    order: list[int] = []
-    for k, i in enumerate(schedule.order):
-        order += sorted(more.get(k, ()))
-        order.append(i)
-    return order, schedule.loss_at + sum(len(nodes) for k, nodes in more.items() if k < schedule.loss_at)
+    result: list[int] = []
+    for k, i in enumerate(order):
+        result += sorted(more.get(k, ()))
+        result.append(i)
+    return result, loss_at + sum(len(nodes) for k, nodes in more.items() if k < loss_at)
 
 
 def _memory(graph: CDGraph, schedule: Schedule, at: int

@@ -6,6 +6,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,35 @@ def test_a_little_faster_is_not_enough(heard: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(variants, "FASTER_BY", 0.9)
     plan = make_plan(traced(), Budget(bytes=middle()), "rockmate").plan
     assert plan.variant == "plain" and not heard
+
+
+def test_a_longer_search_has_to_reach_what_the_variant_is_taken_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant that trades something is searched longer only where its bound allows the gain by which it
+    would be taken, instead of the plain graph's plan."""
+    monkeypatch.setattr(variants, "FASTER_BY", 0.05)
+    monkeypatch.setattr(planning, "FASTER_BY", 0.05)
+    asked: list[float] = []
+
+    def of(seconds: float, bound: float, variant: Variant) -> Any:
+        plan = SimpleNamespace(step_seconds=seconds, bound_seconds=bound)
+        found = attempts.Found(SimpleNamespace(plan=plan, prepared=SimpleNamespace(  # type: ignore[arg-type]
+            blocked=SimpleNamespace(variant=variant, traced=SimpleNamespace(is_late=False)))), few=object())
+        return found
+
+    def longer(found: Any, *_: Any) -> Any:
+        asked.append(found.plan.step_seconds)
+        return found
+
+    monkeypatch.setattr(planning, "with_more_options", longer)
+    monkeypatch.setattr(planning, "in_larger_tiles", lambda found, *_: found)
+    plain = of(1.0, 0.999, PLAIN)
+    for seconds, bound, searched in ((0.97, 0.945, False), (0.97, 0.93, True), (0.94, 0.935, False),
+                                     (0.94, 0.92, True)):
+        found = of(seconds, bound, CHUNKED_LOSS)
+        taken = found if seconds < 0.95 else plain
+        asked.clear()
+        planning._searched_longer([found], taken, plain, None, 1, {PLAIN: 0.0, CHUNKED_LOSS: 0.0})
+        assert asked == [seconds] * searched
 
 
 def test_what_can_gain_nothing_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
