@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -61,7 +62,6 @@ from rkmate.runtime.step_moments import room_for
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.dtensor import held_part
 from rkmate.torch_seam.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
@@ -228,13 +228,15 @@ class Sharded(OneBudget):
         return [m for m in _models.values() if m is self or m in self._guests]
 
     def _version_now(self) -> int:
-        return 0 if self._clock is None else version_of(held_part(self._clock))
+        return 0 if self._clock is None else version_of(self._clock)
 
     def _begin_step(self, now: Signature, given: Any) -> None:
         """Begin a step, whose first call has this signature."""
+        if self._leading is not None:
+            self._leading.is_trained = any(m._exchanges.has_come for m in self._of_step)
         self._leader, self._leading, self._training = self, now, self._model.training
         self._version, self._calls_of_step = self._version_now(), 1
-        self._steps += 1
+        self._steps += now.is_trained or not now.calls
         for model in self._of_step:
             model._exchanges.step_begins()
         if self._whole_gradients > self._standing:
@@ -244,7 +246,7 @@ class Sharded(OneBudget):
                            "take as little as is known before, which may be more than the budget", self._type)
         self._share_out(now, ranks_that_share(self._model) if self._steps == self._agreed else None)
         now.calls += 1
-        if now.calls > 1 and (now.rest is None or (
+        if now.calls > 1 and now.is_trained and (now.rest is None or (
                 now.checks and self._standing == self._whole_gradients)):
             self._observe(now, given)
 
@@ -397,13 +399,16 @@ class Sharded(OneBudget):
         place = devices.common([*self._model.parameters(), *self._model.buffers(), *tensors_in(given)])
         try:
             self._step = now, Observed(place.parts_meter(), self._whole_gradients)
-            # The optimizer of one of two models may step while what the other one has made waits.
-            self._until = register_optimizer_step_pre_hook(
-                lambda *_: None if self._goes_on() else self._close())
+            self._until = register_optimizer_step_pre_hook(lambda optimizer, *_: self._steps_now(optimizer))
         except MeterError as error:
             if now.rest is None:
                 self._warn_once("meter", f"the step of {self._type} cannot be measured now, and its sharded "
                                 f"layers hold as little as they can until it is: {error}")
+
+    def _steps_now(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps: maybe that of another model, while what this one has made waits."""
+        if not self._goes_on() or any(p is self._clock for g in optimizer.param_groups for p in g["params"]):
+            self._close()
 
     def _close(self) -> None:
         """End the observation of a step, and note what it has shown."""
@@ -415,7 +420,13 @@ class Sharded(OneBudget):
         if signature.lacks(self._calls_of_step):
             return
         signature.note(step, any(m._exchanges.are_kept_whole for m in self._of_step),
-                       self._budget_of(signature))
+                       budget := self._budget_of(signature))
+        if signature.is_shared and signature.over <= budget < signature.most_taken:
+            logger.warning("%s is sharded: a step that was measured has taken %s bytes of the budget of %s, "
+                           "and another one %s: threads of the backend let go of exchanged buffers late in "
+                           "some steps", self._type, *(f"{n:,}" for n in (signature.most_taken, budget,
+                                                                     signature.over)))
+            signature.most_taken = 0
 
     @contextmanager
     def running(self, follower: Follower) -> Iterator[None]:
@@ -447,7 +458,7 @@ class Sharded(OneBudget):
             own = now.rest or next((s.rest for s in self._signatures.values() if s.rest is not None), None)
             told = [text for text in ranks.told(
                 _WAITS if self._whole_gradients else "" if own is None else own.row()) if text]
-            if _WAITS in told:
+            if _WAITS in told or not told:          # nothing was measured: all steps were evaluations
                 self._agreed += 1
                 return
             if now.rest is not None:

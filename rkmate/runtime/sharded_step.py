@@ -101,8 +101,12 @@ class Signature:
     """What these have shown."""
     over: int = 0
     """Bytes that these have taken, at least; 0 before the first of them."""
+    most_taken: int = 0
+    """Bytes that these have taken, at most."""
     most: int = 1
     """Calls of the model in one step, at most: several before a backward are one step."""
+    is_trained: bool = False
+    """Whether a backward has come in its last step: evaluation that records gradients is not measured."""
     fewer: int = 0
     """Measured steps with fewer calls since."""
 
@@ -138,7 +142,7 @@ class Signature:
 
     def begin_checks(self) -> None:
         """Note that the next step follows the shared budget."""
-        self.checks, self.over = 0 if self.checked else CHECKS, 0
+        self.checks, self.over, self.most_taken = 0 if self.checked else CHECKS, 0, 0
 
     def check_again(self) -> None:
         """Measure the next steps: another model may hold more in them now."""
@@ -151,6 +155,7 @@ class Signature:
         first, self.checks = not self.over, self.checks - 1
         if found is None or self.rest is None:
             return
+        self.most_taken = max(self.most_taken, peak)
         self.over, self.checked = peak if first else min(peak, self.over), found.least(self.checked)
         if self.over <= budget:
             self.checks = 0
@@ -168,16 +173,17 @@ class Exchanges:
         """For the id of each parameter, the parameter, and a hook that runs when it gets its gradient."""
         self._types: dict[int, torch.dtype] = {}
         """For the id of each parameter, the type of its whole gradient."""
-        self._came = self._exchanged = False
+        self.has_come = self._exchanged = False
+        """Whether a backward of this step has come, and whether one has exchanged gradients."""
         self._local = 1.0
         self.standing = 0
         """Bytes of whole gradients that were in memory when the step began, at most."""
 
     def step_begins(self) -> None:
         """Note that a step begins."""
-        if self._came:
+        if self.has_come:
             self.standing = self._whole_bytes() if self.are_kept_whole else 0
-        self._came = self._exchanged = False
+        self.has_come = self._exchanged = False
         for module in filter(is_sharded, self._model.modules()):    # inner ones after those around them
             kept = whole_gradient_type(module)
             for p in module.parameters():
@@ -189,7 +195,7 @@ class Exchanges:
     @property
     def are_kept_whole(self) -> bool:
         """Whether the backward of this step has come, and has exchanged no gradients."""
-        return self._came and not self._exchanged and bool(self._hooks)
+        return self.has_come and not self._exchanged and bool(self._hooks)
 
     def watch(self, call: Call, layer: nn.Module) -> None:
         """Note, after the forward of a planned call, when its backward is over. `layer`: gathered now."""
@@ -201,7 +207,7 @@ class Exchanges:
         finished = call.finished
 
         def over() -> None:
-            self._came = True
+            self.has_come = True
             if finished is not None:
                 finished()
 
@@ -243,6 +249,7 @@ class Observed:
         self.calls: list[tuple[Follower, Part, Way]] = []
         """The planned calls, and what each follows."""
         self._waits = self._is_over = False
+        give_way_by(self._give_up)
         self._next(None)
 
     def _next(self, running: int | None) -> None:
@@ -294,6 +301,12 @@ class Observed:
             return
         self._end()
         give_way_by(self._give_way)
+
+    def _give_up(self) -> None:
+        """Something else is to be measured, in the middle of the step: this shows nothing, then."""
+        self._waits = False
+        self._end()
+        self._give_way()
 
     def _give_way(self) -> None:
         if self._thread in (None, threading.get_ident()):

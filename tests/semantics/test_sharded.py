@@ -21,6 +21,7 @@ from rkmate import device as devices
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
+from rkmate.torch_seam.memory import is_profiling
 from tests.semantics.ranks import Found
 
 # Gloo's threads let go of buffers late, by chance: what the measured step shows differs from run to run.
@@ -310,7 +311,7 @@ def _two_models(rank: int, kind: str) -> dict[str, Any]:
                 rkmate.apply(net, budget=budget if net is both[0] else 2 * budget, progress=False,
                              settings=QUICK)
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in both]
-        for k in range(10):
+        for k in range(12):
             def step(x: torch.Tensor, k: int = k) -> None:
                 torch.manual_seed(10 * k + rank)
                 if kind == "judged":
@@ -329,7 +330,7 @@ def _two_models(rank: int, kind: str) -> dict[str, Any]:
                 found.append(loss.detach())
 
             made = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(10 * k + rank))
-            if k >= 8:
+            if k >= 7 and k % 2:
                 peaks.append(devices.of(made).measure_peak(functools.partial(step, made)).peak)
             else:                                           # the models are measured by themselves
                 step(made)
@@ -342,6 +343,43 @@ def _two_models(rank: int, kind: str) -> dict[str, Any]:
     budget = int(0.6 * min(peaks))
     mine, after = trained(budget)
     return {"equal": all(map(torch.equal, mine, plain)), "peaks": after, "budget": budget, "plain": peaks}
+
+
+def _evaluated(rank: int) -> dict[str, Any]:
+    """Evaluate between training steps, with gradients recorded and outputs kept."""
+    profiled = []
+
+    def trained(budget: int | None) -> tuple[list[torch.Tensor], list[int]]:
+        net, found, peaks, kept = _made("plain"), [], [], []
+        if budget is not None:
+            rkmate.apply(net, budget=budget, progress=False, settings=QUICK)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for k in range(9):
+            ids = torch.randint(0, WORDS, (8, 32), generator=torch.Generator().manual_seed(10 * k + rank))
+            if k % 2 == 0:
+                kept = [net.eval()(ids) for _ in range(3)]
+                profiled.append(is_profiling())
+                net.train()
+
+            def step(ids: torch.Tensor = ids, k: int = k) -> None:
+                torch.manual_seed(k)
+                loss = net(ids)
+                loss.backward()
+                found.append(loss.detach())
+
+            if k >= 7:
+                peaks.append(devices.of(ids).measure_peak(step).peak)
+            else:
+                step()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*found, *kept, *(p.full_tensor() for p in net.parameters())], peaks
+
+    plain, peaks = trained(None)
+    budget = int(0.8 * min(peaks))
+    mine, after = trained(budget)
+    return {"equal": all(map(torch.equal, mine, plain)), "peaks": after, "budget": budget,
+            "profiled": profiled, "plain": peaks}
 
 
 def _two_calls(rank: int) -> dict[str, Any]:
@@ -391,7 +429,7 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{f"accumulated, {kind}": functools.partial(_accumulated, kind=kind) for kind in KEPT},
     **{kind: functools.partial(_two_models, kind=kind) for kind in MODELS},
     "refused": _refused, "larger": _larger, "measured": _measured,
-    "by methods": _by_methods, "two calls": _two_calls}
+    "by methods": _by_methods, "two calls": _two_calls, "evaluated": _evaluated}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -470,6 +508,14 @@ def test_models_of_one_step_share_a_budget(found: Found, kind: str) -> None:
         assert "failed" not in mine, mine["failed"]
         assert mine["equal"]
         assert min(mine["peaks"]) <= mine["budget"], mine       # gloo's threads let go of buffers late
+
+
+def test_outputs_that_an_evaluation_keeps_are_no_part_of_a_step(found: Found) -> None:
+    for mine in found["evaluated"]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine["equal"]
+        assert min(mine["peaks"]) <= mine["budget"], mine       # gloo's threads let go of buffers late
+        assert not any(mine["profiled"])
 
 
 def test_several_calls_before_a_backward_are_one_step(found: Found) -> None:
