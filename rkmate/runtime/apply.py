@@ -32,7 +32,8 @@ from rkmate.runtime.kept_plans import (
 from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
 from rkmate.runtime.one_budget import sharded_layers, take_watch_from
 from rkmate.runtime.parts import Parts
-from rkmate.runtime.sharded import Follower, Sharded
+from rkmate.runtime.sharded import Sharded
+from rkmate.runtime.sharded_step import Follower
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import (

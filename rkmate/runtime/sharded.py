@@ -15,6 +15,7 @@ measured, and from the third step on the layers share what the rest leaves.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
 from collections import Counter
@@ -23,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -37,11 +39,10 @@ from rkmate.measure.analytic import analytic_costs
 from rkmate.pipeline.part_plans import ways_of
 from rkmate.pipeline.prepare import Blocked, block, trace, with_operation_costs
 from rkmate.pipeline.variants import CHUNKED_LOSS, first, together
-from rkmate.planners.several_calls import Item, Way
+from rkmate.planners.several_calls import Item, Moment, Way
 from rkmate.runtime.agreement import Ranks, ranks_that_share, shows_signs
 from rkmate.runtime.guards import Guards, guards_of
-from rkmate.runtime.kept_plans import Planning, Prototype, Specialization
-from rkmate.runtime.module import PlannedModule
+from rkmate.runtime.kept_plans import Planning, Prototype
 from rkmate.runtime.one_budget import (
     OneBudget,
     Part,
@@ -55,13 +56,12 @@ from rkmate.runtime.one_budget import (
     undisturbed,
 )
 from rkmate.runtime.sharded_rest import GIVEN, Reached, RestOfForward
-from rkmate.runtime.sharded_step import Exchanges, Observed, Signature, bounds
+from rkmate.runtime.sharded_step import Exchanges, Follower, Observed, Signature, bounds, tied
 from rkmate.runtime.snapshot import by_content
 from rkmate.runtime.step_moments import room_for
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.dtensor import held_part
 from rkmate.torch_seam.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
@@ -78,6 +78,8 @@ AGREED = 3
 AGAIN, CLOSE = 2, 1.5
 """How often a step is measured again where the smallest budget that it shows is above the given one, and at
 most this multiple of it: threads of gloo may have let go of what was exchanged late."""
+MANY = 64
+"""Calls in one step, at most: outputs that stay alive, and for which no backward comes, hold no step open."""
 KEPT = 64
 """Signatures of the model whose plans are kept."""
 _WAITS = "waits"
@@ -87,39 +89,11 @@ _SURELY = 1.1
 at once: from then on, last bits differ."""
 
 
-_models: weakref.WeakSet[Sharded] = weakref.WeakSet()
-"""The planners of all sharded models, which may run in one step."""
+_models: weakref.WeakValueDictionary[int, Sharded] = weakref.WeakValueDictionary()
+"""The planners of all sharded models, which may run in one step, in the order in which they were made."""
+_numbers = itertools.count()
 
 # -- The model -------------------------------------------------------------------------------------
-
-
-class Follower(PlannedModule):
-    """A planned call of a sharded layer, or of the rest of a forward."""
-
-    _FIELDS = PlannedModule._FIELDS | {"_within"}
-    _within: Sharded | None
-
-    def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-                       ) -> Specialization | None:
-        if self._within is not None and self._has_something_to_train(args, kwargs):
-            self._within.provide(self, key, args, kwargs)
-        return super()._new_signature(key, args, kwargs)
-
-    def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._within is None:
-            return super()._run_planned(args, kwargs)
-        with self._within.running(self):
-            return super()._run_planned(args, kwargs)
-
-    @property
-    def cache(self) -> Any:
-        """The plans."""
-        return self._plans
-
-    @property
-    def reader(self) -> Any:
-        """The reader of the module's guards."""
-        return self._reader
 
 
 class Sharded(OneBudget):
@@ -162,12 +136,18 @@ class Sharded(OneBudget):
         """The signature of the first call of the step, which stands for the step."""
         self._clock = next((p for p in model.parameters() if p.requires_grad), None)
         self._version = self._calls_of_step = 0
+        self._training = True
+        self._leader: Sharded = self
+        """The model that is called first in the step this one takes part in: it shares the budget out."""
+        self._guests: weakref.WeakSet[Sharded] = weakref.WeakSet()
+        """Other models that have been called in steps of this one."""
         self._step: tuple[Signature, Observed] | None = None
         self._until: RemovableHandle
         """The hook that ends the measurement before an optimizer's step."""
         self._steps, self._agreed, self._again = 0, AGREED, AGAIN
         self._exchanges, self._standing = Exchanges(model), 0
-        _models.add(self)
+        self._number = next(_numbers)
+        _models[self._number] = self
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
     def planning_of(self, layer: nn.Module) -> Planning:
@@ -184,6 +164,8 @@ class Sharded(OneBudget):
         """Leave the calls of sharded modules without plans as they were."""
         self._close()
         self._exchanges.close()
+        self._leading = None
+        _models.pop(self._number, None)
         self._stop_watching()
 
     # -- calls of the model ---------------------------------------------------------------
@@ -194,9 +176,9 @@ class Sharded(OneBudget):
             return self.rest.run(*args, **kwargs)
         if self._now is not None:
             return call(*args, **kwargs)
-        leading = self._leading if self._goes_on() else None
-        if leading is None:
-            self._close()
+        leader = next((m for m in (self._leader, *_models.values()) if m._goes_on(self)), None)
+        if leader is None:
+            self._leader._close()
         if is_unobserved():
             return call(*args, **kwargs)
         tensors, structure, constants = take_call_apart(args, kwargs)
@@ -204,56 +186,85 @@ class Sharded(OneBudget):
                tuple(map(by_content, constants)), self._model.training)
         now = self._signatures.setdefault(key, Signature())
         if len(self._signatures) > KEPT:
-            self._forget(next(k for k, s in self._signatures.items() if s is not leading))
-        if leading is None:
+            self._forget(next(k for k, s in self._signatures.items() if s not in (now, self._leading)))
+        if leader is None:
             self._begin_step(now, (args, kwargs))
         else:
-            self._calls_of_step += 1
-            leading.has_calls(self._calls_of_step)
+            leader._is_joined_by(self)
         self._now = now
         try:
             return call(*args, **kwargs)
         except BaseException:
-            self._close()
+            self._leader._close()
             raise
         finally:
             self._now = None
             self.rest.returned = []
 
-    def _goes_on(self) -> bool:
-        """Return whether a call now belongs to the step of the call before: what that has returned waits for
-        its backward, and the parameters are what they were."""
-        return self._leading is not None and self._version == self._version_now() and any(
-            follower.cache.open_calls.now() for follower in self._chosen)
+    def _goes_on(self, called: Sharded | None = None) -> bool:
+        """Return whether a call now belongs to the step that a call of this model has begun: what its calls
+        have returned waits for its backward, and the parameters are what they were. `called`: the model that
+        is called: calls in evaluation whose outputs are kept are not part of a training step."""
+        return (self._leading is not None and self._version == self._version_now()
+                and self._calls_of_step < MANY
+                and (called is not self or self._training == self._model.training)
+                and any(follower.cache.open_calls.now() for m in self._of_step for follower in m._chosen))
+
+    def _is_joined_by(self, model: Sharded) -> None:
+        """Note that a model is called, this one or another, in a step that this one has begun."""
+        assert self._leading is not None
+        self._calls_of_step += 1
+        self._leading.has_calls(self._calls_of_step)
+        if model._leader is not self:
+            model._close()
+            model._leader, model._leading = self, None
+        if model is not self and model not in self._guests:
+            self._guests.add(model)
+            model._exchanges.step_begins()
+
+    @property
+    def _of_step(self) -> list[Sharded]:
+        """The models of a step that this one begins."""
+        return [m for m in _models.values() if m is self or m in self._guests]
 
     def _version_now(self) -> int:
-        return 0 if self._clock is None else version_of(held_part(self._clock))
+        return 0 if self._clock is None else version_of(self._clock)
 
     def _begin_step(self, now: Signature, given: Any) -> None:
         """Begin a step, whose first call has this signature."""
-        self._leading, self._version, self._calls_of_step = now, self._version_now(), 1
-        self._steps += 1
-        self._exchanges.step_begins()
-        if self._exchanges.standing > self._standing:
-            self._make_room(self._exchanges.standing)
+        if self._leading is not None:
+            self._leading.is_trained = any(m._exchanges.has_come for m in self._of_step)
+        self._leader, self._leading, self._training = self, now, self._model.training
+        self._version, self._calls_of_step = self._version_now(), 1
+        self._steps += now.is_trained or not now.calls
+        for model in self._of_step:
+            model._exchanges.step_begins()
+        if self._whole_gradients > self._standing:
+            self._make_room(self._whole_gradients)
         if self._steps == 1:
             logger.warning("%s is sharded: this step plans its layers, and the next one is measured. Both "
                            "take as little as is known before, which may be more than the budget", self._type)
         self._share_out(now, ranks_that_share(self._model) if self._steps == self._agreed else None)
         now.calls += 1
-        if now.calls > 1 and (now.rest is None or (
-                now.checks and self._standing == self._exchanges.standing)):
+        if now.calls > 1 and now.is_trained and (now.rest is None or (
+                now.checks and self._standing == self._whole_gradients)):
             self._observe(now, given)
+
+    @property
+    def _whole_gradients(self) -> int:
+        """Bytes of whole gradients that were in memory when the step began, at most."""
+        return sum(m._exchanges.standing for m in self._of_step)
 
     def _forget(self, key: Any) -> None:
         """Forget a signature, and the plans that no other one has."""
         old = {part for _, part in self._signatures.pop(key).observed}
-        old -= {part for s in self._signatures.values() for _, part in s.observed}
-        self._parts = [part for part in self._parts if part not in old]
-        for follower, chosen in self._chosen.items():
-            if chosen.keys() & old:
-                self._chosen[follower] = {part: c for part, c in chosen.items() if part not in old}
-                follower.cache.follow([p for _, p in self._chosen[follower].values()])
+        old -= {part for m in _models.values() for s in m._signatures.values() for _, part in s.observed}
+        for model in self._of_step:
+            model._parts = [part for part in model._parts if part not in old]
+            for follower, chosen in model._chosen.items():
+                if chosen.keys() & old:
+                    model._chosen[follower] = {part: c for part, c in chosen.items() if part not in old}
+                    follower.cache.follow([p for _, p in model._chosen[follower].values()])
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward inside of its hooks: as it is up to the last sharded module, then the plan
@@ -333,10 +344,11 @@ class Sharded(OneBudget):
                 self._parts.append(part)
         chosen[part] = part.first, part.example
         follower.cache.follow([p for _, p in chosen.values()])
-        self._close()
-        if self._now is not None and self._leading is not None:     # the next step is measured (again)
-            self._leading.start_again()
-            self._leading.calls = 1
+        self._leader._close()
+        leading = self._leader._leading
+        if self._now is not None and leading is not None:           # the next step is measured (again)
+            leading.start_again()
+            leading.calls = 1
 
     def _new_part(self, follower: Follower, key: Guards, args: tuple[Any, ...],
                   kwargs: dict[str, Any]) -> Part:
@@ -386,12 +398,17 @@ class Sharded(OneBudget):
     def _observe(self, now: Signature, given: Any) -> None:
         place = devices.common([*self._model.parameters(), *self._model.buffers(), *tensors_in(given)])
         try:
-            self._step = now, Observed(place.parts_meter(), self._exchanges.standing)
-            self._until = register_optimizer_step_pre_hook(lambda *_: self._close())
+            self._step = now, Observed(place.parts_meter(), self._whole_gradients)
+            self._until = register_optimizer_step_pre_hook(lambda optimizer, *_: self._steps_now(optimizer))
         except MeterError as error:
             if now.rest is None:
                 self._warn_once("meter", f"the step of {self._type} cannot be measured now, and its sharded "
                                 f"layers hold as little as they can until it is: {error}")
+
+    def _steps_now(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps: maybe that of another model, while what this one has made waits."""
+        if not self._goes_on() or any(p is self._clock for g in optimizer.param_groups for p in g["params"]):
+            self._close()
 
     def _close(self) -> None:
         """End the observation of a step, and note what it has shown."""
@@ -402,26 +419,33 @@ class Sharded(OneBudget):
         step.close()
         if signature.lacks(self._calls_of_step):
             return
-        signature.note(step, self._exchanges.are_kept_whole, 0 if signature.rest is None
-                       else self.planning.budget.of(signature.rest.plain))
+        signature.note(step, any(m._exchanges.are_kept_whole for m in self._of_step),
+                       budget := self._budget_of(signature))
+        if signature.is_shared and signature.over <= budget < signature.most_taken:
+            logger.warning("%s is sharded: a step that was measured has taken %s bytes of the budget of %s, "
+                           "and another one %s: threads of the backend let go of exchanged buffers late in "
+                           "some steps", self._type, *(f"{n:,}" for n in (signature.most_taken, budget,
+                                                                     signature.over)))
+            signature.most_taken = 0
 
     @contextmanager
     def running(self, follower: Follower) -> Iterator[None]:
         """Around a planned call."""
-        step = None if self._step is None or self._now is None else self._step[1]
+        leader = self._leader
+        step = None if leader._step is None or self._now is None else leader._step[1]
         if step is not None:
             step.forward_begins()
         yield
         opened = follower.cache.open_calls.now()
         if opened:
             self._exchanges.watch(opened[-1], follower.original)
-        if step is None or self._step is None:  # given up
+        if step is None or leader._step is None:    # given up
             return
         capture = follower.cache.latest_capture
         found = next(((part, way) for part, (way, _) in self._chosen.get(follower, {}).items()
                       if part.traced.capture is capture), None)
         if not opened or found is None:
-            self._close()
+            leader._close()
             return
         step.forward_over(opened[-1], follower, *found)
 
@@ -433,8 +457,8 @@ class Sharded(OneBudget):
         if ranks is not None:
             own = now.rest or next((s.rest for s in self._signatures.values() if s.rest is not None), None)
             told = [text for text in ranks.told(
-                _WAITS if self._exchanges.standing else "" if own is None else own.row()) if text]
-            if _WAITS in told:
+                _WAITS if self._whole_gradients else "" if own is None else own.row()) if text]
+            if _WAITS in told or not told:          # nothing was measured: all steps were evaluations
                 self._agreed += 1
                 return
             if now.rest is not None:
@@ -454,7 +478,7 @@ class Sharded(OneBudget):
                 else:
                     refused = error
         if ranks is not None:
-            limit = 0 if refused is None or now.rest is None else self.planning.budget.of(now.rest.plain)
+            limit = 0 if refused is None else self._budget_of(now)
             needs = [tuple(map(int, text.split(","))) for text in ranks.told(
                 "" if refused is None else f"{refused.minimum_bytes},{limit}") if text]
             least = max((needed for needed, _ in needs), default=None)
@@ -474,13 +498,13 @@ class Sharded(OneBudget):
     def _make_room(self, standing: int) -> None:
         """Plan again, with room for whole gradients: a step before has exchanged none. `standing`: their
         bytes, at most."""
-        shared = [s.rest for s in self._signatures.values() if s.is_shared and s.rest is not None]
+        shared = [s for s in self._signatures.values() if s.is_shared and s.rest is not None]
         kept = (f"up to {standing:,} bytes of whole gradients, which stay in memory until a backward "
                 "exchanges them (set_requires_gradient_sync(True))")
         (warn if shared else logger.warning)(
             f"{self._type} is sharded: its last backward has exchanged no gradients, and leaves {kept}. "
             + "".join(f"They come on top of the budget of {budget:,} bytes now. " for budget in
-                      {self.planning.budget.of(rest.plain) for rest in shared})
+                      set(map(self._budget_of, shared)))
             + "The next step that exchanges them is measured, and later steps have plans that leave room for "
             "them. To have all of the budget for the layers, exchange gradients in each backward")
         if not self._standing:
@@ -489,67 +513,77 @@ class Sharded(OneBudget):
         self._standing = standing
         for signature in self._signatures.values():
             signature.start_again()
-        for follower, chosen in self._chosen.items():
+        for follower, chosen in [pair for m in self._of_step for pair in m._chosen.items()]:
             chosen.update({part: (part.first, part.example) for part in chosen})
             follower.cache.follow([p for _, p in chosen.values()])
 
     def _warn_over(self, now: Signature, then: str) -> None:
         """Warn if the step that was measured has exceeded the budget."""
-        budget = 0 if now.rest is None else self.planning.budget.of(now.rest.plain)
+        budget = self._budget_of(now)
         taken, now.taken = now.taken, 0
         if taken > budget > 0:
             warn(f"{self._type} is sharded: the step that was measured has taken {taken:,} bytes of the "
                  f"budget of {budget:,}. {then}")
 
+    def _budget_of(self, now: Signature) -> int:
+        """Return the budget of a step, the smallest of its models'; 0 if it was not measured."""
+        models = {self, *(follower.within for follower, _ in now.observed)}
+        return 0 if now.rest is None else min(m.planning.budget.of(now.rest.plain) for m in models)
+
     def _share(self, now: Signature) -> None:
-        """Share the budget out among the calls of a step. Raises `InfeasibleBudget`: the plans that take
-        least together are followed then."""
-        parts = {part for _, part in now.observed}
-        alike = [s.rest for s in self._signatures.values()
-                 if s.rest is not None and (
-                     s is now or (s.is_shared and parts & {p for _, p in s.observed}))]
-        rest = functools.reduce(Rest.together, alike)
-        now.is_shared = True
+        """Share the budget out among the calls of a step, and of those with calls of the same modules. Raises
+        `InfeasibleBudget`: the plans that take least together are followed then."""
+        rest, now.is_shared = now.rest, True
+        assert rest is not None
+        budgets = {s: m._budget_of(s) for m in [self, *_models.values()] for s in m._signatures.values()}
+        alike = tied(now, [s for s in budgets if s.is_shared and s.rest is not None])
         calls = Counter(now.observed)
+        for other in alike:
+            calls |= Counter(other.observed)
         numbers = {call: k for k, call in enumerate(calls)}
-        moments = bounds(rest, [numbers[call] for call in now.observed])
-        budget = self.planning.budget.of(rest.plain)
-        if moments:
-            share, _ = room_for([part.whole for _, part in calls], moments, budget)
-        else:
-            share = (budget - max(rest.alone, rest.beside, 0)) / max(
-                1, sum(part.whole.saved for _, part in now.observed))
-        for part in parts:
+
+        def moments(budget: int) -> list[Moment]:
+            """Return the bounds on all schedules, as if each step had the budget of this one."""
+            return [replace(m, bytes=m.bytes + (0 if s is now else budget - budgets[s])) for s in alike
+                    for m in bounds(s.rest or rest, [numbers[call] for call in s.observed])]
+
+        def shared_out(budget: int) -> Shared:
+            return self._shared_out([part for _, part in calls], [
+                Item(part.ways, count) for (_, part), count in calls.items()], rest, budget,
+                moments(budget))
+
+        budget = budgets[now]
+        share, _ = room_for([part.whole for _, part in calls], moments(budget), budget)
+        for part in {part for _, part in calls}:
             part.look(max(0.0, share))
-        items = [Item(part.ways, count) for (_, part), count in calls.items()]
-        share_out = functools.partial(self._shared_out, [part for _, part in calls], items, rest,
-                                      moments=moments)
         try:
-            shared = share_out(budget)
+            shared = shared_out(budget)
         except InfeasibleBudget as error:
-            self._follow(tuple(calls), share_out(error.minimum_bytes or 0))
+            self._follow(tuple(calls), shared_out(error.minimum_bytes or 0))
             raise
         self._follow(tuple(calls), shared)
         now.begin_checks()
-        for signature in [s for other in _models - {self} for s in other._signatures.values()]:
-            signature.check_again()             # a step of both may take more now
+        for signature in budgets:
+            if signature is not now and (signature in alike or signature not in self._signatures.values()):
+                signature.check_again()         # a step of several models may take more now
         logger.warning("%s is sharded: from this step on, a step takes about %s bytes of the budget of %s. "
                        "Outside of all plans are up to %s bytes (gathered parameters, their gradients, "
-                       "buffers of the exchange)", self._type, f"{max(rest.early, shared.taken):,}",
+                       "buffers of the exchange)", self._type, f"{shared.taken:,}",
                        f"{budget:,}", f"{max(rest.figures[:3]):,}")
 
     def _follow(self, calls: Sequence[tuple[Follower, Part]], shared: Shared) -> None:
         """Let calls follow their parts of a budget."""
         for (follower, part), number, plan, extra in zip(calls, shared.choice.ways, shared.plans,
                                                          shared.extras, strict=True):
-            self._chosen[follower][part] = part.ways[number], plan
+            chosen = follower.within._chosen[follower]
+            chosen[part] = part.ways[number], plan
             form, _ = part.form_of(number)
             if form is not part.forms[0]:
                 blocked = form.solved.prepared.blocked
                 self._warn_once(blocked.variant.name, blocked.variant.warning(
                     "nothing else keeps to the budget, or this is faster", "keeps its bits",
                     blocked.concerned))
-            follower.cache.follow([p for _, p in self._chosen[follower].values()])
+            follower.cache.follow([p for _, p in chosen.values()])
             follower.cache.planning = replace(
                 follower.cache.planning, budget=Budget(bytes=part.ways[number].saved + extra),
                 settings=replace(follower.cache.planning.settings, loss_bytes=extra))

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from rkmate.device.events import give_way_by
 from rkmate.device.protocol import PartsMeter, thread_of
 from rkmate.planners.several_calls import Moment, Way
+from rkmate.runtime.kept_plans import Specialization
 from rkmate.runtime.module import PlannedModule
 from rkmate.runtime.observed_step import MOST, key_of
 from rkmate.runtime.one_budget import Part, Rest
@@ -29,13 +30,51 @@ from rkmate.torch_seam.dtensor import is_dtensor, local_part
 from rkmate.torch_seam.modules import is_sharded, whole_gradient_type
 from rkmate.torch_seam.tensors import after_backward
 
+if TYPE_CHECKING:
+    from rkmate.runtime.sharded import Sharded
+
 FEWER = 8
 """Measured steps with fewer calls than some step had, at most, that are not noted."""
 CHECKS = 3
 """Steps that follow the shared budget and are measured, until one keeps to it."""
 
 
-@dataclass
+class Follower(PlannedModule):
+    """A planned call of a sharded layer, or of the rest of a forward."""
+
+    _FIELDS = PlannedModule._FIELDS | {"_within"}
+    _within: Sharded | None
+
+    def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+                       ) -> Specialization | None:
+        if self._within is not None and self._has_something_to_train(args, kwargs):
+            self._within.provide(self, key, args, kwargs)
+        return super()._new_signature(key, args, kwargs)
+
+    def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._within is None:
+            return super()._run_planned(args, kwargs)
+        with self._within.running(self):
+            return super()._run_planned(args, kwargs)
+
+    @property
+    def within(self) -> Sharded:
+        """The planner of the model."""
+        assert self._within is not None
+        return self._within
+
+    @property
+    def cache(self) -> Any:
+        """The plans."""
+        return self._plans
+
+    @property
+    def reader(self) -> Any:
+        """The reader of the module's guards."""
+        return self._reader
+
+
+@dataclass(eq=False)
 class Signature:
     """Calls of a sharded model with equal arguments except for values, and what its steps have shown."""
 
@@ -48,7 +87,7 @@ class Signature:
     """What is outside of all plans, once a step was measured that has exchanged its gradients."""
     unexchanged: Rest | None = None
     """What measured steps before it have shown that have exchanged no gradients."""
-    observed: list[tuple[Any, Part]] = field(default_factory=list)
+    observed: list[tuple[Follower, Part]] = field(default_factory=list)
     """The planned calls of the step that was measured."""
     is_shared: bool = False
     """Whether the budget was shared out."""
@@ -62,8 +101,12 @@ class Signature:
     """What these have shown."""
     over: int = 0
     """Bytes that these have taken, at least; 0 before the first of them."""
+    most_taken: int = 0
+    """Bytes that these have taken, at most."""
     most: int = 1
     """Calls of the model in one step, at most: several before a backward are one step."""
+    is_trained: bool = False
+    """Whether a backward has come in its last step: evaluation that records gradients is not measured."""
     fewer: int = 0
     """Measured steps with fewer calls since."""
 
@@ -99,7 +142,7 @@ class Signature:
 
     def begin_checks(self) -> None:
         """Note that the next step follows the shared budget."""
-        self.checks, self.over = 0 if self.checked else CHECKS, 0
+        self.checks, self.over, self.most_taken = 0 if self.checked else CHECKS, 0, 0
 
     def check_again(self) -> None:
         """Measure the next steps: another model may hold more in them now."""
@@ -112,6 +155,7 @@ class Signature:
         first, self.checks = not self.over, self.checks - 1
         if found is None or self.rest is None:
             return
+        self.most_taken = max(self.most_taken, peak)
         self.over, self.checked = peak if first else min(peak, self.over), found.least(self.checked)
         if self.over <= budget:
             self.checks = 0
@@ -129,16 +173,17 @@ class Exchanges:
         """For the id of each parameter, the parameter, and a hook that runs when it gets its gradient."""
         self._types: dict[int, torch.dtype] = {}
         """For the id of each parameter, the type of its whole gradient."""
-        self._came = self._exchanged = False
+        self.has_come = self._exchanged = False
+        """Whether a backward of this step has come, and whether one has exchanged gradients."""
         self._local = 1.0
         self.standing = 0
         """Bytes of whole gradients that were in memory when the step began, at most."""
 
     def step_begins(self) -> None:
         """Note that a step begins."""
-        if self._came:
+        if self.has_come:
             self.standing = self._whole_bytes() if self.are_kept_whole else 0
-        self._came = self._exchanged = False
+        self.has_come = self._exchanged = False
         for module in filter(is_sharded, self._model.modules()):    # inner ones after those around them
             kept = whole_gradient_type(module)
             for p in module.parameters():
@@ -150,17 +195,19 @@ class Exchanges:
     @property
     def are_kept_whole(self) -> bool:
         """Whether the backward of this step has come, and has exchanged no gradients."""
-        return self._came and not self._exchanged and bool(self._hooks)
+        return self.has_come and not self._exchanged and bool(self._hooks)
 
     def watch(self, call: Call, layer: nn.Module) -> None:
         """Note, after the forward of a planned call, when its backward is over. `layer`: gathered now."""
         own = [p for p in layer.parameters() if p.requires_grad]
+        if not own:             # its backward exchanges nothing
+            return
         held = sum((local_part(p.detach()) if is_dtensor(p) else p).numel() for p in own)
         self._local = min(self._local, held / max(1, sum(p.numel() for p in own)) or 1.0)
         finished = call.finished
 
         def over() -> None:
-            self._came = True
+            self.has_come = True
             if finished is not None:
                 finished()
 
@@ -199,9 +246,10 @@ class Observed:
         self._arriving: dict[int, int] = {}
         """Of each stretch in which a backward begins, the bytes of the gradients that it is given."""
         self._holding: dict[int, None] = {}
-        self.calls: list[tuple[Any, Part, Way]] = []
+        self.calls: list[tuple[Follower, Part, Way]] = []
         """The planned calls, and what each follows."""
         self._waits = self._is_over = False
+        give_way_by(self._give_up)
         self._next(None)
 
     def _next(self, running: int | None) -> None:
@@ -215,7 +263,7 @@ class Observed:
         """Note that a planned call begins."""
         self._next(len(self.calls))
 
-    def forward_over(self, call: Call, follower: PlannedModule, part: Part, way: Way) -> None:
+    def forward_over(self, call: Call, follower: Follower, part: Part, way: Way) -> None:
         """Note that a planned call has returned."""
         number = len(self.calls)
         self.calls.append((follower, part, way))
@@ -253,6 +301,12 @@ class Observed:
             return
         self._end()
         give_way_by(self._give_way)
+
+    def _give_up(self) -> None:
+        """Something else is to be measured, in the middle of the step: this shows nothing, then."""
+        self._waits = False
+        self._end()
+        self._give_way()
 
     def _give_way(self) -> None:
         if self._thread in (None, threading.get_ident()):
@@ -309,7 +363,22 @@ class Observed:
 
 
 def bounds(rest: Rest, item_of: Sequence[int]) -> list[Moment]:
-    """Return the moments of a step as bounds on schedules. `item_of`: the item of each call."""
+    """Return the moments of a step as bounds on schedules. `item_of`: the item of each call. If they are not
+    told apart, all calls hold what they save at each moment."""
+    held = Counter(item_of)
     return [Moment(size, Counter(item_of[n] for n in (*holding, *(() if running is None else (running,)))),
                    None if running is None else item_of[running])
-            for (running, holding), size in rest.moments.items()]
+            for (running, holding), size in rest.moments.items()] or [
+        Moment(rest.early, {}), Moment(rest.alone, held), *(Moment(rest.beside, held, k) for k in held)]
+
+
+def tied(now: Signature, others: Sequence[Signature]) -> list[Signature]:
+    """Return a step, and others with calls of the same modules, or with calls of theirs: each call follows
+    one schedule in all of them."""
+    found, calls = [now], set(now.observed)
+    left = [s for s in others if s is not now]
+    while more := [s for s in left if calls & set(s.observed)]:
+        found += more
+        left = [s for s in left if s not in more]
+        calls.update(*(s.observed for s in more))
+    return found

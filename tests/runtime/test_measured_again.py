@@ -16,7 +16,7 @@ from rkmate.pipeline.settings import Settings
 from rkmate.planners.several_calls import Way
 from rkmate.runtime.one_budget import Part, Rest
 from rkmate.runtime.sharded import AGAIN, AGREED, Sharded
-from rkmate.runtime.sharded_step import Signature, bounds
+from rkmate.runtime.sharded_step import Signature, bounds, tied
 
 SEEN = Rest(10, 20, 30, 100)
 MOMENTS = Rest(30, 20, 10, 200, {(None, ()): 10, (0, ()): 30, (1, (0,)): 5, (None, (0, 1)): 20})
@@ -88,15 +88,27 @@ class _Part:
         """There are no further schedules."""
 
 
-def _shared(budget: int, rest: Rest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+class _Call:
+    """A planned module."""
+
+    def __init__(self, within: Any) -> None:
+        self.within = within
+
+
+def _shared(budget: int, rest: Rest, monkeypatch: pytest.MonkeyPatch, other: Rest | None = None) -> list[Any]:
     """Share a budget out among two calls. Returns what they follow: their ways, and what each may take on top
-    of that; and the smallest budget, where there is no room."""
+    of that; and the smallest budget, where there is no room. `other`: what another step takes that calls the
+    first of them alone."""
     monkeypatch.setattr(Part, "prototype", lambda part, number, extra: (number, extra))
     found, followed, part = _model(budget, lambda rest: 0), [], _Part()
     found._type = "Model"
     found._follow = lambda calls, shared: followed.append((shared.choice.ways, shared.extras))
-    now = Signature(rest=rest, observed=[(cast(Any, name), cast(Any, part)) for name in "ab"])
+    calls = [_Call(found), _Call(found)]
+    now = Signature(rest=rest, observed=[(cast(Any, call), cast(Any, part)) for call in calls])
     found._signatures = {0: now}
+    if other is not None:
+        one = Signature(rest=other, observed=now.observed[:1], is_shared=True)
+        found._signatures[1] = one
     try:
         Sharded._share(found, now)
     except rkmate.InfeasibleBudget as error:
@@ -113,6 +125,15 @@ def test_steps_without_room_take_as_little_as_they_can(monkeypatch: pytest.Monke
     assert _shared(59, MOMENTS, monkeypatch) == [((1, 1), (20, 35)), 60]
     ways, least = _shared(59, MOMENTS._replace(moments={}), monkeypatch)    # as if all were there at once
     assert (ways[0], least) == ((1, 1), 70)
+
+
+def test_steps_with_calls_of_the_same_modules_are_shared_out_together(monkeypatch: pytest.MonkeyPatch
+                                                                      ) -> None:
+    # While the first call runs in the other step: 25 + 40 + 10 = 75, and 65 + 10 + 20 = 95.
+    assert _shared(80, MOMENTS, monkeypatch, Rest(0, 0, 0, 200, {(0, ()): 25})) == [((0, 1), (10, 25))]
+    assert _shared(95, MOMENTS, monkeypatch, Rest(0, 0, 0, 200, {(0, ()): 65})) == [((1, 0), (20, 40))]
+    a, b, c, d = (Signature(observed=cast(Any, [(k, k) for k in calls])) for calls in ("1", "2", "3", "12"))
+    assert tied(a, [a, b, c, d]) == [a, d, b]
 
 
 def test_moments_of_ranks_are_compared_where_steps_are_alike() -> None:
