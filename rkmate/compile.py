@@ -13,7 +13,7 @@ from rkmate.api import wrap
 from rkmate.budget import Budget, parse_budget
 from rkmate.errors import ArgumentError
 from rkmate.runtime.module import PlannedModule
-from rkmate.runtime.several_graphs import SeveralGraphs, StepGraph
+from rkmate.runtime.several_graphs import EachAlone, SeveralGraphs, StepGraph
 from rkmate.settings import OPTIONS, check_no_settings_of_wrap, chosen
 
 
@@ -22,8 +22,9 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
     """Plan each graph that Dynamo captures, when it is first called with gradients.
 
     All graphs whose forwards run before one backward share the budget, from the second step on; with
-    ``offload``, ``calls`` or ``budget="auto"``, each has it for itself. Dynamo hands the parameters over as
-    inputs, so their gradients leave together at the end of the graph's backward.
+    ``offload``, ``calls`` or ``budget="auto"``, each has it for itself, and a warning says so. Dynamo
+    hands the parameters over as inputs, so their gradients leave together at the end of the graph's
+    backward.
 
     Args:
         graph, examples: from Dynamo.
@@ -45,29 +46,30 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
     if any(isinstance(e, (torch.SymInt, int)) for e in examples):
         raise ArgumentError("the rkmate backend plans fixed shapes: compile with dynamic=False")
     _ = graph.code                  # Dynamo's graphs write their forward when it is first needed
-    step = None
-    if budget != "auto" and call.settings.offload is None and call.settings.calls == 1:
-        step = _steps.get(id(options))
-        if step is None:
-            step = _steps[id(options)] = SeveralGraphs(parse_budget(budget), call.settings, options)
+    alone = [name for name, given in (("offload", call.settings.offload is not None),
+                                      ("calls", call.settings.calls != 1),
+                                      ('budget="auto"', budget == "auto")) if given]
+    step = _steps.get(id(options))
+    if step is None:
+        step = _steps[id(options)] = EachAlone(alone, options) if alone else \
+            SeveralGraphs(parse_budget(budget), call.settings, options)
     return _Planned(graph, {"budget": budget, **call.options()}, step)
 
 
 class _Planned(StepGraph):
     """A captured graph, planned at the first call that records gradients."""
 
-    def __init__(self, graph: nn.Module, options: Mapping[str, Any], step: SeveralGraphs | None) -> None:
+    def __init__(self, graph: nn.Module, options: Mapping[str, Any],
+                 step: SeveralGraphs | EachAlone) -> None:
         super().__init__(graph)
         self._options, self._step = options, step
-        if step is not None:
-            step.uncalled.add(self)
+        step.uncalled.add(self)
 
     def __call__(self, *inputs: Any) -> Any:
         if not torch.is_grad_enabled() or not any(
                 isinstance(t, torch.Tensor) and t.requires_grad for t in inputs):
             return self.graph(*inputs)
-        if self._step is not None:
-            self._step.begins(self, inputs)
+        self._step.begins(self, inputs)
         if self.module is None:
             self.module = self._planned(inputs)
         return self.module(*inputs)
@@ -92,5 +94,5 @@ _planned_before: dict[tuple[int, Any], Budget] = {}
 """By the first parameter of a graph and the budget that the user gave: the budget of later plans."""
 
 
-_steps: weakref.WeakValueDictionary[int, SeveralGraphs] = weakref.WeakValueDictionary()
+_steps: weakref.WeakValueDictionary[int, SeveralGraphs | EachAlone] = weakref.WeakValueDictionary()
 """By the id of the options of a ``torch.compile``: its graphs, which keep the options."""

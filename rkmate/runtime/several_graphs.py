@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from rkmate.runtime.module import PlannedModule
 from rkmate.runtime.one_budget import OneBudget, Part, Rest, undisturbed
 from rkmate.runtime.step_moments import room_for
 from rkmate.support.progress import Progress
+from rkmate.support.warn import warn
 
 logger = logging.getLogger("rkmate")
 
@@ -51,6 +53,31 @@ class StepGraph:
     def is_open(self) -> bool:
         """Whether the backward of a call has not come to its end."""
         return self.module is not None and bool(self.module._plans.open_calls.now())
+
+
+class EachAlone:
+    """The graphs of one ``torch.compile`` with options for which they cannot share a budget."""
+
+    def __init__(self, why: Sequence[str], options: Any) -> None:
+        """`why`: the names of these options. `options`: all of that ``torch.compile``, by whose identity its
+        graphs know each other."""
+        self._why, self._options = " and ".join(why), options
+        self.uncalled: weakref.WeakSet[StepGraph] = weakref.WeakSet()
+        """Graphs that have not been called yet."""
+        self._called: weakref.WeakSet[StepGraph] = weakref.WeakSet()
+        self._told = False
+
+    def begins(self, graph: StepGraph, inputs: tuple[Any, ...]) -> None:
+        """Note that a graph is called, and warn, once, if another one has not had its backward."""
+        self.uncalled.discard(graph)
+        self._called.add(graph)
+        held = [g.module.plan for g in self._called if g is not graph and g.module is not None and g.is_open]
+        if held and not self._told:
+            self._told = True
+            warn(f"torch.compile has broken a step into several graphs, and with {self._why} each of them "
+                 f"has the whole budget: while one runs within {held[0].budget_bytes:,} bytes, those before "
+                 f"it hold up to {sum(p.peak_bytes for p in held):,} more. Leave {self._why} out, and all "
+                 "graphs share the budget; or take one plan for all of the model (rkmate.wrap)")
 
 
 class SeveralGraphs(OneBudget):

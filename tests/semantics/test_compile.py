@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -145,6 +146,25 @@ def test_graphs_of_one_step_share_the_budget(kind: str, request: pytest.FixtureR
         with pytest.raises(rkmate.InfeasibleBudget, match="several graphs, and no plans of them") as caught:
             few(x)
         assert caught.value.minimum_bytes < budget
+
+
+def test_graphs_that_cannot_share_the_budget_say_so() -> None:
+    """Once, in the first step; a single graph of several calls says nothing."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 16)
+
+    def step(model: nn.Module) -> list[str]:
+        compiled = torch.compile(model, backend=rkmate.compile.backend, dynamic=False, options={
+            "budget": 0.8, "calls": 2, "settings": rkmate.Settings(costs="analytic")})
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                (compiled(x).sum() + compiled(x).sum()).backward()
+        return [str(w.message) for w in heard if issubclass(w.category, rkmate.RkmateWarning)]
+
+    (told,) = step(_Broken(depth=4))
+    assert "with calls each of them has the whole budget" in told
+    assert not step(Tower(depth=4))
 
 
 def test_wrapping_a_compiled_module() -> None:
