@@ -400,8 +400,9 @@ DIFFUSION = (
 # -- monai -----------------------------------------------------------------------------------------
 
 
-def _monai(name: str, lines: str, make: Callable[[Any], nn.Module], budget: float = 0.8,
-           size: int = 16) -> Scenario:
+def of_monai(name: str, lines: str, make: Callable[[Any], nn.Module], budget: float = 0.8,
+             size: int = 16) -> Scenario:
+    """A network of monai over a volume of one channel, or over a picture. `make`: gets its networks."""
     def task(nets: Any) -> Task:
         return volume(make(nets)) if size == 16 else _pictures(make(nets), size)
     return net("monai", "monai.networks.nets", name, lines, task, budget=budget)
@@ -418,31 +419,31 @@ def _pictures(model: nn.Module, size: int) -> Task:
 
 
 VOLUMES = (
-    _monai("swin unetr", "SwinUNETR", lambda nets: nets.SwinUNETR(
+    of_monai("swin unetr", "SwinUNETR", lambda nets: nets.SwinUNETR(
         1, 2, feature_size=12, depths=(1, 1, 1, 1), norm_name="batch"), size=32),
-    _monai("unetr", "UNETR", lambda nets: nets.UNETR(
+    of_monai("unetr", "UNETR", lambda nets: nets.UNETR(
         1, 2, (16, 16, 16), feature_size=8, hidden_size=48, mlp_dim=64, num_heads=4), 0.9),
-    _monai("mednext", "MedNeXt", lambda nets: nets.MedNeXt(
+    of_monai("mednext", "MedNeXt", lambda nets: nets.MedNeXt(
         3, 8, 1, 2, encoder_expansion_ratio=2, decoder_expansion_ratio=2, bottleneck_expansion_ratio=2,
         blocks_down=(1, 1, 1, 1), blocks_bottleneck=1, blocks_up=(1, 1, 1, 1)), size=32),
-    _monai("v-net", "VNet", lambda nets: nets.VNet(3, 1, 2), size=32),
-    _monai("segresnet, deep supervision", "SegResNetDS", lambda nets: nets.SegResNetDS(
+    of_monai("v-net", "VNet", lambda nets: nets.VNet(3, 1, 2), size=32),
+    of_monai("segresnet, deep supervision", "SegResNetDS", lambda nets: nets.SegResNetDS(
         3, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1, 1), dsdepth=2)),
-    _monai("segresnet, vae", "SegResNetVAE", lambda nets: nets.SegResNetVAE(
+    of_monai("segresnet, vae", "SegResNetVAE", lambda nets: nets.SegResNetVAE(
         (16, 16, 16), init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1, 1),
         blocks_up=(1, 1))),
-    _monai("unet++", "BasicUNetPlusPlus", lambda nets: nets.BasicUNetPlusPlus(
+    of_monai("unet++", "BasicUNetPlusPlus", lambda nets: nets.BasicUNetPlusPlus(
         3, 1, 2, features=(8, 8, 16, 16, 16, 8)), size=32),
-    _monai("densenet", "DenseNet121", lambda nets: nets.DenseNet(
+    of_monai("densenet", "DenseNet121", lambda nets: nets.DenseNet(
         3, 1, 2, init_features=8, growth_rate=4, block_config=(2, 2, 2)), size=32),
-    _monai("vq-vae", "VQVAE", lambda nets: nets.VQVAE(
+    of_monai("vq-vae", "VQVAE", lambda nets: nets.VQVAE(
         3, 1, 1, channels=(8, 8), num_res_channels=(8, 8), num_res_layers=1, num_embeddings=16,
         embedding_dim=8, downsample_parameters=((2, 4, 1, 1),) * 2,
         upsample_parameters=((2, 4, 1, 1, 0),) * 2)),
-    _monai("autoencoder of volumes", "AutoencoderKL", lambda nets: nets.AutoencoderKL(
+    of_monai("autoencoder of volumes", "AutoencoderKL", lambda nets: nets.AutoencoderKL(
         3, 1, 1, num_res_blocks=(1, 1), channels=(8, 16), attention_levels=(False, True), latent_channels=4,
         norm_num_groups=4)),
-    _monai("vit autoencoder", "ViTAutoEnc", lambda nets: nets.ViTAutoEnc(
+    of_monai("vit autoencoder", "ViTAutoEnc", lambda nets: nets.ViTAutoEnc(
         1, (16, 16, 16), (4, 4, 4), hidden_size=48, mlp_dim=64, num_layers=3, num_heads=4)),
 )
 

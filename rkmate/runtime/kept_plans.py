@@ -80,6 +80,8 @@ class Executable:
     """Number of nodes of the graph that it runs over."""
     recorded: RecordedStep | None = None
     """The recorded step, if steps are recorded and one was."""
+    is_given: bool = False
+    """Whether the user gave the plan: no other one replaces it."""
     looks: int = 0
     """Calls that were looked at for what the caller holds during their backwards."""
     ran: bool = False
@@ -141,8 +143,8 @@ class Specialization:
                 found = seen if self.outside == Outside() else self.outside
                 self.outside = found._replace(held=max(seen.held, found.held), again=True)
         elif opened > plan.calls and (seen.between is not None or not seen.is_usual):
-            calls.count(opened)                             # the next step is looked at with plans for them
-            self.has_others = host
+            # The next step is looked at with plans for them; a warning has told of them where none are made.
+            self.has_others = calls.count(opened) and host
         elif seen.between is not None:
             self.outside = seen
         elif seen.operations > MANY and host:

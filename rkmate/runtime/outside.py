@@ -339,6 +339,10 @@ class Needs(NamedTuple):
     remedy: str
     """Advice if no plan keeps to the budget."""
 
+    def tell(self, what: str) -> None:
+        """Warn that steps exceed the budget. `what`: the figures."""
+        warn(f"{self.words}. {what}. {self.remedy}")
+
 
 _INSIDE = "A loss inside of the plan (rkmate.with_loss) takes less"
 

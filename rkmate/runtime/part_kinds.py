@@ -158,7 +158,11 @@ def kind_key(module: nn.Module) -> object:
 
 def why_not(kinds: Iterable[Kind]) -> str:
     """Return which kinds have no plans, and why, for a message; empty if all have some."""
-    reasons = "; ".join(dict.fromkeys(f"{k.name}: {k.why}" for k in kinds if k.why))
+    names: dict[str, dict[str, None]] = defaultdict(dict)
+    for k in kinds:
+        if k.why:
+            names[k.why.removeprefix(k.name).removeprefix(":").strip()][k.name] = None
+    reasons = "; ".join(f"{', '.join(found)}: {why}" for why, found in names.items())
     return reasons and f"Not planned: {reasons}"
 
 

@@ -348,14 +348,11 @@ class PlanCache:
         if (looked and not known.has_others) or self._saved or self.planning.more_calls is not None or \
                 len(self.open_calls.now()) < settings.calls or self.planning.settings.loss_bytes is not None:
             return
-        large = ready.compiled.outputs.are_large and self.planning.counts_calls
-        ready.looks, measures = ready.looks + 1, known.has_others and large
-        known.has_others = False
-        number, device = self.open_calls.added, ready.compiled.device
+        large, number, device = ready.compiled.outputs.are_large, self.open_calls.added, ready.compiled.device
+        measures, known.has_others, ready.looks = known.has_others and large, False, ready.looks + 1
         watch, this, then = OutsideWatch(device, self.model), weakref.ref(call), call.begins
         meter = BetweenMeter(device, call) if measures else None
-        ranks = ranks_in(groups_of(known.capture.graph))
-        shown = None if ranks is None else Shown(ready, ranks.told)
+        shown = Shown(ready, r.told) if (r := ranks_in(groups_of(known.capture.graph))) is not None else None
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
             mine = this()
@@ -365,7 +362,7 @@ class PlanCache:
                 seen = watch.end(grads, mine.copies)._replace(
                     between=None if mine.spent else meter, again=mine.spent)
                 opened = len(self.open_calls.now())
-                if not self.planning.counts_calls:
+                if seen.again and not self.planning.counts_calls:
                     self.in_a_row.tell_once(known.traced.name, seen, ready.plan)
                 elif shown is None:
                     known.note_outside(ready, seen, opened, self.open_calls)
@@ -400,21 +397,24 @@ class PlanCache:
             known.outside = Outside()
             if seen == Outside() or not executables:        # plans are for more calls now
                 return self.current(known, tensors)         # another thread was here meanwhile
-            plans = [e.plan for e in executables.values()]
-            usual = max(map(room_for_loss, plans))
+            usual = max(map(room_for_loss, plans := [e.plan for e in executables.values()]))
             needs = needs_of(seen, usual, before.name)
             if needs is None and seen.operations <= MANY:
                 needs = needs_of(seen._replace(between=None), usual, before.name)
             if needs is None:
                 warn_of_others(before.name, usual)
                 return self.current(known, tensors)
-            held, loss, words, remedy = needs
-            held = max(held, before.outside)
+            held, loss = max(needs.held, before.outside), needs.loss
             if seen.between is not None and all(max(p.calls * saved_by(p) + loss, p.peak_bytes)
                                                 <= p.budget_bytes + before.outside - held for p in plans):
                 return self.current(known, tensors)
             given = f"{plans[0].budget_bytes + before.outside:,}"
             takes = max(max(p.peak_bytes + seen.held, p.calls * saved_by(p) + loss) for p in plans)
+            if any(e.is_given for e in executables.values()):
+                if not known.has_others:
+                    needs.tell(f"The plan that you gave is for {given} bytes, and steps take up to about "
+                               f"{takes:,} bytes")
+                return self.current(known, tensors)
             known.traced = with_room = replace(before, outside=held, settings=replace(
                 before.settings, loss_bytes=max(loss_of_call(loss, p) for p in plans)))
             known.executables.clear()
@@ -429,15 +429,14 @@ class PlanCache:
                 smallest = self._smallest(known, with_room, tensors, error)
                 if smallest is not None and smallest.plan.peak_bytes + held < takes:
                     known.executables[smallest.compiled.wanted] = smallest
-                    warn(f"{words}. No plan keeps to the budget with it: {error}. Steps follow the smallest "
-                         f"plan, and take about {smallest.plan.peak_bytes + held:,} bytes. {remedy}")
+                    needs.tell(f"No plan keeps to the budget with it: {error}. Steps follow the smallest "
+                               f"plan, and take about {smallest.plan.peak_bytes + held:,} bytes")
                     return smallest
-                warn(f"{words}. No plan keeps to the budget with it: {error}. Steps take up to about "
-                     f"{takes:,} bytes with plans for {found.plan.budget_bytes:,}, in which a usual loss has "
-                     f"room. {remedy}")
+                needs.tell(f"No plan keeps to the budget with it: {error}. Steps take up to about {takes:,} "
+                           f"bytes with plans for {found.plan.budget_bytes:,}, where a usual loss has room")
                 return found
         logger.warning("%s: from this step on, plans leave room for that (the steps before took up to %s "
-                       "bytes of a budget of %s)", words, f"{takes:,}", given)
+                       "bytes of a budget of %s)", needs.words, f"{takes:,}", given)
         return found
 
     def _smallest(self, known: Specialization, traced: Traced, tensors: Sequence[torch.Tensor],
@@ -508,9 +507,8 @@ class PlanCache:
             return found.compiled.again(kept, dict(given))
 
     def _for_one_step(self, known: Specialization, mask: TangentMask, kept: RerunState) -> Executable:
-        held = {s: kept.sources[source_key(s)].detach() for s in known.capture.sources.values()
-                if s.kind != "tangent"}
-        traced = replace(known.traced, wanted=mask, tensors=held)
+        traced = replace(known.traced, wanted=mask, tensors={s: kept.sources[source_key(s)].detach()
+                         for s in known.capture.sources.values() if s.kind != "tangent"})
         try:
             found = known.executables[mask] = self._executable(traced, self.planning.budget)
             return found
@@ -534,7 +532,7 @@ class PlanCache:
         def follow(plan: Plan) -> Executable:
             found = self._own_executable(replace(traced, settings=replace(
                 traced.settings, loss_bytes=plan.graph.reserve_at_loss)), budget, plan)
-            found.looks = 0                             # all ranks look at what their callers make
+            found.is_given = False                      # all ranks look at what their callers make
             return found
         return ranks.led(make, lambda e: e.plan, follow,
                          lambda said: ranks.measure_too(said, traced, room_within(budget)))
@@ -587,14 +585,14 @@ class PlanCache:
                 derived, estimates = True, replace(traced.settings, costs="analytic")
                 planned = make_plan(replace(traced, settings=estimates), budget, self.planning.planner)
         prepared, plan = planned.prepared, planned.plan
-        labels = [b.label for b in prepared.infos]
         compile_all(prepared.partition.program.operation, traced.progress)
-        generated = emit(prepared.partition, plan.schedule, labels, in_one_line(plan), prepared.graph)
+        generated = emit(prepared.partition, plan.schedule, [b.label for b in prepared.infos],
+                         in_one_line(plan), prepared.graph)
         plan = replace(plan, source=generated.text)
         step = PlannedStep(self.model, prepared.capture, prepared.partition, generated, prepared.device,
                            self._engines.of(prepared.device) if generated.copies else None)
         if self.planning.cuda_graph:
             check_plan(plan, step)
-        return Executable(plan, step, looks=LOOKS if is_given else 0,
+        return Executable(plan, step, is_given=is_given,
                           known=KnownPlan(plan, not derived, planned.orders),
                           graph_nodes=len(prepared.partition.program.joint.graph.nodes))

@@ -438,10 +438,12 @@ class OpenCalls:
         self._looked.clear()
         self._told.clear()
 
-    def count(self, calls: int) -> None:
-        """Have later steps planned for a number of calls, where calls are counted."""
+    def count(self, calls: int) -> bool:
+        """Have later steps planned for a number of calls, where calls are counted. Return whether they
+        are."""
         if self._counts:
             self.seen = max(self.seen, calls)
+        return self._counts
 
     def add(self, call: Call, plan: Plan) -> None:
         """Add a forward that has run, and the plan that it follows."""

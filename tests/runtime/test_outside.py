@@ -44,21 +44,36 @@ def stepping(model: nn.Module, loss: Loss) -> Callable[[], None]:
     return lambda: loss(model(X)).backward()
 
 
+@pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_second_or_third_step_keeps_to_the_budget(name: str) -> None:
+def test_the_second_or_third_step_keeps_to_the_budget(name: str, wraps: bool) -> None:
     plain, model = net(), net()
     budget = int(0.7 * measure_step(plain, stepping(plain, LOSSES[name])).peak)
     for each in (plain, model):
         each.zero_grad()
-    rkmate.apply(model, budget=budget, progress=False)
+    if wraps:
+        model = rkmate.wrap(model, (X,), budget=budget, progress=False)
+    else:
+        rkmate.apply(model, budget=budget, progress=False)
     for _ in range(2 + ("several times" in name)):
         stepping(plain, LOSSES[name])()
         stepping(model, LOSSES[name])()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(  # type: ignore[arg-type]
         plain.parameters(), model.parameters(), strict=True))
     assert measure_step(model, stepping(model, LOSSES[name])).peak <= budget
-    plan = rkmate.applied(model).plan
+    plan = (model if wraps else rkmate.applied(model)).plan
     assert ("next to the step" in plan.note) is (plan.budget_bytes < budget)
+
+
+def test_a_plan_that_was_given_stays_and_a_warning_names_both_figures() -> None:
+    settings = rkmate.Settings(costs="analytic")
+    plan = rkmate.plan(net(), (X,), budget=0.7, progress=False, settings=settings)
+    model = rkmate.wrap(net(), (X,), plan=plan, progress=False, settings=settings)
+    steps = [stepping(model, contrast)] * 4
+    with pytest.warns(rkmate.RkmateWarning, match=f"is for {plan.budget_bytes:,} bytes") as said:
+        assert [step() for step in steps] == [None] * 4
+    assert len(said) == 1 and model.plan.fingerprint == plan.fingerprint
+    assert measure_step(model, stepping(model, contrast)).peak <= 1.02 * _told(str(said[0].message))
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -295,7 +310,7 @@ def test_finished_calls_that_leave_nothing_are_no_reason(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, "rkmate"):
         for _ in range(4):
             for k in range(3):
-                model(X * k).square().mean().backward()
+                model(X * k).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     assert not caplog.records

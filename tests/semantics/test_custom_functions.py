@@ -302,6 +302,7 @@ class Columns(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 @pytest.mark.parametrize("wrapper", [planned, tightest])
 def test_a_custom_operator_that_writes_to_buffers(wrapper: Any) -> None:
     torch.manual_seed(0)

@@ -120,6 +120,7 @@ class Stop(BaseException):
     """Neither an Exception nor one that anything catches, as a KeyboardInterrupt."""
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Stop])
 def test_an_interrupted_step_leaves_the_next_one_whole(error: type[BaseException]) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -242,6 +243,7 @@ def in_two_threads(work: Callable[[int], None]) -> None:
         t.join()
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 def test_threads() -> None:
     """Two modules planned and trained side by side: right, or an error that says what happened."""
     x = torch.randn(32, 16)
