@@ -35,7 +35,7 @@ class PlannerSettings:
     gap_tolerance: float = 2e-4
     """Relative distance to the lower bound at which a schedule is good enough, so that no other strategy is
     asked."""
-    chain_gap: float = 1e-3
+    chain_gap: float = 5e-3
     """Relative distance to the lower bound above which the chain's dynamic program is asked: nearer to it,
     that finds next to nothing faster than the program on the whole graph."""
     wide_gap: float = 1e-2
