@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,9 +30,6 @@ from rkmate.torch_seam.dtensor import is_dtensor, local_part
 from rkmate.torch_seam.modules import is_sharded, whole_gradient_type
 from rkmate.torch_seam.tensors import after_backward
 
-if TYPE_CHECKING:
-    from rkmate.runtime.sharded import Sharded
-
 FEWER = 8
 """Measured steps with fewer calls than some step had, at most, that are not noted."""
 CHECKS = 3
@@ -43,7 +40,8 @@ class Follower(PlannedModule):
     """A planned call of a sharded layer, or of the rest of a forward."""
 
     _FIELDS = PlannedModule._FIELDS | {"_within"}
-    _within: Sharded | None
+    _within: Any
+    """The planner of the model (`rkmate.runtime.sharded.Sharded`), or None."""
 
     def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                        ) -> Specialization | None:
@@ -58,8 +56,8 @@ class Follower(PlannedModule):
             return super()._run_planned(args, kwargs)
 
     @property
-    def within(self) -> Sharded:
-        """The planner of the model."""
+    def within(self) -> Any:
+        """The planner of the model (`rkmate.runtime.sharded.Sharded`)."""
         assert self._within is not None
         return self._within
 

@@ -132,6 +132,7 @@ class _Rows(nn.Module):
         return torch.stack([torch.sin(r) * k for k, r in enumerate(rows)])
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 @pytest.mark.parametrize("copies", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_operation_with_many_results(copies: bool) -> None:
     _same(_Rows(copies), torch.randn(40, 4))

@@ -15,6 +15,7 @@ BUDGET = 0.65
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 @pytest.mark.parametrize("name", [  # auto asks all of the others, checkmate takes long
     pytest.param(n, marks=pytest.mark.slow) if n in ("auto", "checkmate") else n for n in PLANNERS])
 def test_same_step(name: str) -> None:

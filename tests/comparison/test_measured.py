@@ -81,6 +81,7 @@ def test_what_cannot_be_measured_is_a_row(monkeypatch: pytest.MonkeyPatch) -> No
     assert "does not apply: Residual" in text and "failed: PlanError" in text
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 def test_what_is_measured_is_planned_under_the_settings_of_the_comparison(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that is cut in other places is another one: only the same settings find the plan's."""
@@ -128,6 +129,7 @@ def test_steps_are_taken_in_turns() -> None:
     assert calls == ["eager", "planned"] * 4
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 def test_steps_of_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """All peaks of a comparison, planned and measured, are of as many calls as the settings say."""
     processes(monkeypatch, 0)

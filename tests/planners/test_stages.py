@@ -133,6 +133,7 @@ def test_segments_are_those_of_checkpoint_sequential() -> None:
     assert again["2 segments"] <= set(range(6)) and {1, 2, 3} <= again["2 segments"]
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("name", ["rotor", "revolve", "sequential"])
 def test_same_step(name: str) -> None:

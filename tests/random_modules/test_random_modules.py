@@ -100,11 +100,13 @@ FOUND_BEFORE: dict[str, tuple[Recipe, float]] = {
 """Recipes that failed once."""
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 @pytest.mark.parametrize("what", FOUND_BEFORE)
 def test_found_before(what: str) -> None:
     check(*FOUND_BEFORE[what])
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 @pytest.mark.parametrize("part", [0, 2, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 3, 4))])
 def test_thirty(part: int) -> None:
     """Two thirds of their time is torch's own tracing, so their number is what counts."""

@@ -66,6 +66,7 @@ def together(name: str, *more: float | str) -> Any:
                         marks=[pytest.mark.xdist_group(name), *[pytest.mark.slow] * long])
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 @pytest.mark.parametrize(("name", "fraction"), [together(n, f) for n in BANK for f in FRACTIONS])
 def test_same_step_within_budget(name: str, fraction: float | str) -> None:
     make = BANK[name]
@@ -85,6 +86,7 @@ def test_same_step_within_budget(name: str, fraction: float | str) -> None:
     assert plan.peak_bytes == pytest.approx(peak, rel=FAITHFUL)
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 @pytest.mark.parametrize("name", [
     pytest.param(n, marks=pytest.mark.slow) if n in SLOW
     else together(n) for n in WITH_DROPOUT])
@@ -98,6 +100,7 @@ def test_same_step_with_dropout(name: str) -> None:
         assert measured_peak(rk, sample) <= rk.plan.budget_bytes
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 @pytest.mark.parametrize("name", [together(n) for n in ("batch_norm_cnn", "lstm", "tied")])
 def test_a_refused_budget_leaves_a_model_to_be_wrapped_again(name: str) -> None:
     """Captured anew, unlike above."""

@@ -71,8 +71,8 @@ STEPS = {"recurrent_steps", "recurrent_steps_backward"}
     ("temporaries", {"cross_entropy_backward", "cross_entropy_backward.out", "batch_norm_backward",
                      "batch_norm_backward.over", "batch_norm_by_groups", "add_embedding_rows",
                      "add_embedding_rows.out", "add_embedding_gradient", "add_convolution_gradient",
-                     "dropout", "bernoulli", "bernoulli_", *STEPS, *COLLECTIVES}),
-    ("flops", {"add_convolution_gradient", "add_embedding_gradient", *STEPS}),
+                     "convolution", "dropout", "bernoulli", "bernoulli_", *STEPS, *COLLECTIVES}),
+    ("flops", {"convolution", "add_convolution_gradient", "add_embedding_gradient", *STEPS}),
     ("gradient", {"product", "cumulative_product", "ctc_loss", "cudnn_rnn", "dropout", "recurrent_steps"}),
 ])
 def test_of_which_operators_something_is_known(question: str, names: set[str]) -> None:

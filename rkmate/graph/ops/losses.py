@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,6 +78,12 @@ _CROSS_ENTROPY = ("Tensor grad_output, Tensor log_probs, Tensor target, Tensor? 
 _SUMMED_UP = (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy.default,
               aten.soft_margin_loss.default)
 
+
+def _transposed_flops(input: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * int(math.prod(input) * math.prod(weight[1:]))
+
+
+
 register((
     OwnOperator(
         f"cross_entropy_backward({_CROSS_ENTROPY}) -> Tensor", cross_entropy_backward,
@@ -90,10 +97,12 @@ register((
     OwnOperator("scale(Tensor x, Tensor by) -> Tensor", scale, in_place=Over("scale_", 0)),
     OwnOperator("scale_(Tensor(a!) x, Tensor by) -> Tensor(a!)", scale_over),
     *map(_in_a_storage_of_its_own, (*_SUMMED_UP, aten.col2im.default)),
+    replace(_in_a_storage_of_its_own(aten.convolution.default), stands_for=None, flops=_transposed_flops,
+            temporaries=lambda inputs, outputs: inputs[0].nbytes),
 ))
 CROSS_ENTROPY_BACKWARD, SCALE = own_operator("cross_entropy_backward"), own_operator("scale")
 STORAGES_OF_THEIR_OWN = {theirs: own_operator(operator_name(theirs))
-                         for theirs in (*_SUMMED_UP, aten.col2im.default)}
+                         for theirs in (*_SUMMED_UP, aten.col2im.default, aten.convolution.default)}
 """Torch's operator -> the one with the same bits, whose result holds no larger storage than its own."""
 
 

@@ -84,20 +84,30 @@ def _batch_norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
 #
 # Torch's kernels of some losses compute each element's loss first and give the sum that tensor's storage: a
 # number that is held to the end of the step is as large as the outputs. `F.fold` (and the gradient of
-# `F.unfold`) does so on a CPU: its images hold a storage as large as the columns.
+# `F.unfold`) does so on a CPU: its images hold a storage as large as the columns. So does a transposed
+# convolution of volumes there that makes less than it reads.
 
 _NO_REDUCTION = 0
 
 
 def storages_of_their_own(joint: Joint) -> None:
-    """Replace losses that are summed up, and folds, by operators whose result has a storage of its own."""
+    """Replace losses that are summed up, folds, and some transposed convolutions by operators whose result
+    has a storage of its own."""
     for node in joint.graph.nodes:
-        if node.target not in STORAGES_OF_THEIR_OWN:
-            continue
-        folds = node.target is aten.col2im.default
-        if devices.of(node.meta[VALUE]).cpu_kernels if folds else \
-                not node.meta[VALUE].dim() and _reduction(node) != _NO_REDUCTION:
+        if node.target in STORAGES_OF_THEIR_OWN and _is_in_a_larger_one(node):
             node.target = STORAGES_OF_THEIR_OWN[node.target]
+
+
+def _is_in_a_larger_one(node: Any) -> bool:
+    """Return whether the result of an operation stands in a storage larger than its own."""
+    result = node.meta[VALUE]
+    if node.target is aten.col2im.default:
+        return devices.of(result).cpu_kernels
+    if node.target is aten.convolution.default:
+        read, transposed = node.args[0].meta[VALUE], node.args[6]
+        return bool(transposed) and result.dim() == 5 and result.numel() < read.numel() \
+            and devices.of(result).cpu_kernels
+    return not result.dim() and _reduction(node) != _NO_REDUCTION
 
 
 def _reduction(node: Any) -> int:

@@ -108,8 +108,9 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             take_counters_off, ()),
     Rewrite("reduced losses",
             "Torch's kernels of some losses (`mse_loss`, `smooth_l1_loss`, `binary_cross_entropy`, "
-            "`soft_margin_loss`) return a number in a storage as large as their input, and `F.fold` "
-            "images in one as large as its columns: memory that no plan counts.",
+            "`soft_margin_loss`) return a number in a storage as large as their input, `F.fold` images "
+            "in one as large as its columns, and a transposed convolution of volumes a result in one as "
+            "large as its input: memory that no plan counts.",
             storages_of_their_own),
     Rewrite("chunked kernels",
             "Torch's gradients of a wide cross entropy and of a wide batch norm allocate two or three "

@@ -1,4 +1,4 @@
-"""Losses that would hold a storage as large as what they sum up."""
+"""Losses, folds and transposed convolutions whose results would stand in a storage larger than their own."""
 
 from __future__ import annotations
 
@@ -67,11 +67,18 @@ class Folds(nn.Module):
         return x.square().mean()
 
 
-def test_folded_images_hold_no_columns() -> None:
+def _transposed() -> nn.Module:
+    """The head of a network over volumes: it makes fewer channels than it reads."""
+    return nn.Sequential(nn.Conv3d(2, 8, 3, padding=1), nn.Tanh(), nn.ConvTranspose3d(8, 1, 1), nn.Tanh(),
+                         nn.Conv3d(1, 4, 3, padding=1), nn.Tanh(), nn.Flatten(0))
+
+
+@pytest.mark.parametrize(("make", "shape"), [(Folds, (4, 3, 12, 12)), (_transposed, (2, 2, 8, 8, 8))])
+def test_what_is_made_holds_no_columns(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    model, x = Folds(), torch.randn(4, 3, 12, 12)
+    model, x = make(), torch.randn(shape)
     module = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, progress=False)
-    sample = Sample(model, (x,), {}, lambda loss: loss)
+    sample = Sample(model, (x,), {}, lambda out: out.sum())
     assert measured_peak(module, sample) <= module.plan.budget_bytes
     module.zero_grad()
     assert_same_step(model, module, sample)

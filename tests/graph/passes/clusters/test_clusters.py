@@ -192,6 +192,7 @@ def test_the_bank(uncompiled: None, name: str, budget: float) -> None:
     assert measured_peak(wrapped, sample) <= wrapped.plan.budget_bytes
 
 
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 def test_random_modules(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_modules, "QUICK", QUICK)
     random_modules.examples(3, 21)
