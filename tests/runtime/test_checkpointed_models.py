@@ -71,6 +71,32 @@ def planned(reentrant: bool | None, fraction_of: str) -> rkmate.PlannedModule:
     return rkmate.wrap(Net(reentrant), (X,), budget=0.9, progress=False, settings=settings)
 
 
+class Late(nn.Module):
+    """Layers under checkpointing, as functions that read a variable of the loop."""
+
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.checkpoints = checkpoints
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            def run(x: torch.Tensor) -> torch.Tensor:
+                return torch.tanh(layer(x))
+            x = checkpoint(run, x, use_reentrant=False) if self.checkpoints else run(x)
+        return x.square().mean()
+
+
+def test_a_function_that_reads_a_variable_of_a_loop_has_the_gradients_of_its_own_layer() -> None:
+    """Eager mode runs the last layer again in the backward of all of them."""
+    plain = bits(Late(False))
+    assert not all(map(torch.equal, bits(Late(True)), plain))
+    planned = rkmate.wrap(Late(True), (X,), budget=1.0, progress=False,
+                          settings=rkmate.Settings(costs="analytic"))
+    assert all(map(torch.equal, bits(planned), plain)) and len(plain) == 6
+
+
 def test_a_module_that_names_its_parameters_otherwise_has_a_plan() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
