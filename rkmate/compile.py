@@ -63,7 +63,7 @@ class _Planned(StepGraph):
                  step: SeveralGraphs | EachAlone) -> None:
         super().__init__(graph)
         self._options, self._step = options, step
-        step.uncalled.add(self)
+        step.add(self)
 
     def __call__(self, *inputs: Any) -> Any:
         if not torch.is_grad_enabled() or not any(

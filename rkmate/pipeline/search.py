@@ -248,12 +248,12 @@ def _searched_longer(quick: Sequence[Found], taken: Found, before: Found | None,
 def _to_be_taken(found: Found, taken: Found, before: Found | None) -> float:
     """Return the seconds of a step below which a variant's plan is taken, or a better one than is taken now.
     The first variant is taken unless another one is faster by a margin. `before`: its plan."""
-    seconds = taken.plan.step_seconds
-    if found is taken or before is None:
-        return seconds
+    if found is taken:
+        return taken.plan.step_seconds
     if found is before:
-        return seconds / (1 - FASTER_BY)
-    return min(seconds, seconds_of_faster(before.plan.step_seconds, found.planned.prepared.blocked.variant))
+        return taken.plan.step_seconds / (1 - FASTER_BY)
+    return _to_win(taken.plan, None if before is None else before.plan,
+                   found.planned.prepared.blocked.variant)
 
 
 def _may_win(plan: Plan, prepared: Prepared, limit: int, variant: Variant) -> bool:
@@ -276,8 +276,13 @@ def _is_worth_solving(plan: Plan, prepared: Prepared, method: Planner, limit: in
 def _wins(plan: Plan, taken: Plan, before: Plan | None, variant: Variant) -> bool:
     """Return whether a variant's plan replaces the fastest plan so far. `before`: the first variant's
     plan."""
-    return plan.step_seconds < taken.step_seconds and (
-        before is None or is_faster(plan.step_seconds, before.step_seconds, variant))
+    return plan.step_seconds < _to_win(taken, before, variant)
+
+
+def _to_win(taken: Plan, before: Plan | None, variant: Variant) -> float:
+    """Return the seconds of a step below which a variant's plan replaces the fastest plan so far."""
+    seconds = taken.step_seconds
+    return seconds if before is None else min(seconds, seconds_of_faster(before.step_seconds, variant))
 
 
 def _against(plan: Plan, before: Plan | None, prepared: Prepared) -> Plan:

@@ -352,7 +352,8 @@ class PlanCache:
         measures, known.has_others, ready.looks = known.has_others and large, False, ready.looks + 1
         watch, this, then = OutsideWatch(device, self.model), weakref.ref(call), call.begins
         meter = BetweenMeter(device, call) if measures else None
-        shown = Shown(ready, r.told) if (r := ranks_in(groups_of(known.capture.graph))) is not None else None
+        ranks = ranks_in(groups_of(known.capture.graph))
+        shown = None if ranks is None else Shown(ready, ranks.told)
 
         def begins(grads: Sequence[torch.Tensor | None]) -> None:
             mine = this()
@@ -397,7 +398,8 @@ class PlanCache:
             known.outside = Outside()
             if seen == Outside() or not executables:        # plans are for more calls now
                 return self.current(known, tensors)         # another thread was here meanwhile
-            usual = max(map(room_for_loss, plans := [e.plan for e in executables.values()]))
+            plans = [e.plan for e in executables.values()]
+            usual = max(map(room_for_loss, plans))
             needs = needs_of(seen, usual, before.name)
             if needs is None and seen.operations <= MANY:
                 needs = needs_of(seen._replace(between=None), usual, before.name)

@@ -62,16 +62,16 @@ class EachAlone:
         """`why`: the names of these options. `options`: all of that ``torch.compile``, by whose identity its
         graphs know each other."""
         self._why, self._options = " and ".join(why), options
-        self.uncalled: weakref.WeakSet[StepGraph] = weakref.WeakSet()
-        """Graphs that have not been called yet."""
-        self._called: weakref.WeakSet[StepGraph] = weakref.WeakSet()
+        self._graphs: weakref.WeakSet[StepGraph] = weakref.WeakSet()
         self._told = False
+
+    def add(self, graph: StepGraph) -> None:
+        """Add a graph that Dynamo has made."""
+        self._graphs.add(graph)
 
     def begins(self, graph: StepGraph, inputs: tuple[Any, ...]) -> None:
         """Note that a graph is called, and warn, once, if another one has not had its backward."""
-        self.uncalled.discard(graph)
-        self._called.add(graph)
-        held = [g.module.plan for g in self._called if g is not graph and g.module is not None and g.is_open]
+        held = [g.module.plan for g in self._graphs if g is not graph and g.module is not None and g.is_open]
         if held and not self._told:
             self._told = True
             warn(f"torch.compile has broken a step into several graphs, and with {self._why} each of them "
@@ -96,13 +96,17 @@ class SeveralGraphs(OneBudget):
         """`options`: of that ``torch.compile``, by whose identity its graphs know each other."""
         super().__init__(nn.Module(), Planning(budget, settings.planner_name, settings, False))
         self._run, self._loss, self._options = settings.run, settings.loss_bytes, options
-        self.uncalled: weakref.WeakSet[StepGraph] = weakref.WeakSet()
+        self._uncalled: weakref.WeakSet[StepGraph] = weakref.WeakSet()
         """Graphs that have not been called yet: DistributedDataParallel makes all of a step's at once."""
         self._now: list[StepGraph] = []
         """The graphs that were called in this step."""
         self._known: list[tuple[StepGraph, ...]] = []
         """The graphs of each step with several of them."""
         self._is_shared = True
+
+    def add(self, graph: StepGraph) -> None:
+        """Add a graph that Dynamo has made."""
+        self._uncalled.add(graph)
 
     def begins(self, graph: StepGraph, inputs: tuple[Any, ...]) -> None:
         """Note that a graph is called. Raises `InfeasibleBudget`."""
@@ -112,9 +116,9 @@ class SeveralGraphs(OneBudget):
                 self._known.append(found)
                 self._is_shared = False
             self._now = []
-        self.uncalled.discard(graph)
+        self._uncalled.discard(graph)
         if graph.part is None and (
-                any(g is not graph for g in self._now) or (graph.module is None and self.uncalled)
+                any(g is not graph for g in self._now) or (graph.module is None and self._uncalled)
                 or any(graph in known for known in self._known)):
             self._look_at(graph, inputs)
         if graph.module is None and graph.part is not None:

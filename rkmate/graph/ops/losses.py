@@ -83,7 +83,6 @@ def _transposed_flops(input: Any, weight: Any, *args: Any, **kwargs: Any) -> int
     return 2 * int(math.prod(input) * math.prod(weight[1:]))
 
 
-
 register((
     OwnOperator(
         f"cross_entropy_backward({_CROSS_ENTROPY}) -> Tensor", cross_entropy_backward,
