@@ -31,6 +31,7 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.device import MeterError
+from rkmate.device.events import give_way_by
 from rkmate.ir.simulate import LOSS_SCALARS, lasting_of_loss
 from rkmate.runtime.observed_step import key_of
 from rkmate.runtime.segments import Call, saved_by
@@ -142,31 +143,38 @@ class BetweenMeter:
     """Measures the memory that is taken from now on until the backward of a call begins.
 
     A profiler that is stopped inside of a backward runs again afterwards: autograd restores the state of its
-    thread. So it stops when the call is gone, or when the result is asked for, in the next forward.
+    thread. So it stops when the call is gone, when the result is asked for, in the next forward, or when
+    another measurement begins: a caller may keep outputs for as long as it likes.
     """
 
     def __init__(self, device: torch.device, call: Call) -> None:
         self._meter = devices.of(device).parts_meter()
         self._running, self._part = contextlib.ExitStack(), contextlib.ExitStack()
         self._thread = threading.get_ident()
-        self._measured = False
+        self._measured = self._is_cut = False
         try:
             self._running.enter_context(self._meter.running())
         except MeterError:                      # somebody measures, or profiles
             self._thread = -1
             return
+        give_way_by(self._give_way)
         self._part.enter_context(self._meter.part(0))
         weakref.finalize(call, self._stop)
 
     def end(self) -> None:
         """The backward begins."""
-        self._measured = threading.get_ident() == self._thread
+        self._measured = not self._is_cut and threading.get_ident() == self._thread
         self._part.close()
 
     def bytes(self) -> int | None:
         """Return the largest number of bytes; None where nothing was measured."""
         self._stop()
         return self._meter.peaks().get(0) if self._measured else None
+
+    def _give_way(self) -> None:
+        """Another measurement begins."""
+        self._is_cut = not self._measured
+        self._stop()
 
     def _stop(self) -> None:
         if threading.get_ident() == self._thread:

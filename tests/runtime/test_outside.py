@@ -19,7 +19,7 @@ import rkmate
 from rkmate import device as devices
 from rkmate.integrations.plan_log import plans_of
 from rkmate.measure.remembered import CostMemory
-from rkmate.measure.step import measure_step
+from rkmate.measure.step import measure_peak, measure_step
 from rkmate.pipeline import prepare
 from rkmate.torch_seam.memory import is_profiling
 
@@ -253,6 +253,16 @@ def test_a_measurement_ends_where_no_backward_comes() -> None:
     rkmate.apply(model, budget=10**8, progress=False, settings=rkmate.Settings(costs="analytic"))
     stepping(model, other())()
     model(X)
+    assert not is_profiling()
+
+
+def test_outputs_that_a_caller_keeps_are_in_no_measurements_way() -> None:
+    model = net()
+    rkmate.apply(model, budget=10**8, progress=False, settings=rkmate.Settings(costs="analytic"))
+    stepping(model, other())()
+    kept = model(X)
+    assert measure_peak(X.clone, "cpu").peak == X.nbytes
+    other()(kept).backward()
     assert not is_profiling()
 
 
