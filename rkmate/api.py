@@ -22,6 +22,14 @@ from rkmate.graph.capture.refusals import (
     refuse_parallelism,
     refuse_what_cannot_repeat,
 )
+from rkmate.parts.apply import (
+    planned_call_of,
+    put_plan_into,
+    put_plans_into_layers,
+    take_plan_from,
+    wrapped_by_parts,
+)
+from rkmate.parts.one_budget import sharded_layers
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import ADAM_STATES, BatchSize, device_share, largest_batch
 from rkmate.pipeline.loss import loss_inside, traceable
@@ -30,17 +38,9 @@ from rkmate.pipeline.search import make_curve, make_plan
 from rkmate.planners.registry import SENDING
 from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.agreement import Ranks, description, shared
-from rkmate.runtime.apply import (
-    planned_call_of,
-    put_plan_into,
-    put_plans_into_layers,
-    take_plan_from,
-    wrapped_by_parts,
-)
 from rkmate.runtime.kept_plans import Planning
 from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import PlannedModule
-from rkmate.runtime.one_budget import sharded_layers
 from rkmate.runtime.recorded_step import check_device
 from rkmate.settings import Chosen, Options, check_default_planner, check_no_settings_of_wrap, chosen
 from rkmate.show.curve import Curve

@@ -12,8 +12,8 @@ from torch import nn
 from rkmate.api import wrap
 from rkmate.budget import Budget, parse_budget
 from rkmate.errors import ArgumentError
+from rkmate.parts.several_graphs import EachAlone, SeveralGraphs, StepGraph
 from rkmate.runtime.module import PlannedModule
-from rkmate.runtime.several_graphs import EachAlone, SeveralGraphs, StepGraph
 from rkmate.settings import OPTIONS, check_no_settings_of_wrap, chosen
 
 

@@ -15,9 +15,9 @@ from rkmate.errors import CaptureError, RkmateError
 from rkmate.graph.capture.refusals import flags_to_plan
 from rkmate.graph.capture.state import BuffersAndDraws, PythonState
 from rkmate.offload.target import HOST
+from rkmate.parts.kinds import is_worth_looking_at, kind_key
 from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.settings import Settings
-from rkmate.runtime.part_kinds import is_worth_looking_at, kind_key
 from rkmate.settings import Chosen, Options, chosen
 from rkmate.show.amounts import duration, share, size
 from rkmate.show.curve import Curve

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rkmate.errors import ArgumentError
-from rkmate.runtime.apply import planned_call_of
+from rkmate.parts.apply import planned_call_of
 from rkmate.runtime.module import PlannedModule
 from rkmate.show.plan import Plan
 

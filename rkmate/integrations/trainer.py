@@ -14,8 +14,8 @@ from rkmate.api import apply, remove
 from rkmate.budget import parse_budget
 from rkmate.errors import ArgumentError, MissingExtra
 from rkmate.integrations.plan_log import PlanLog, writing
+from rkmate.parts.apply import planned_call_of
 from rkmate.planners.registry import planner as find_planner
-from rkmate.runtime.apply import planned_call_of
 from rkmate.runtime.module import FirstStep
 from rkmate.settings import Options, check_no_settings_of_wrap, chosen
 from rkmate.show.plan import Plan

@@ -33,12 +33,11 @@ from rkmate import device as devices
 from rkmate.device import MeterError
 from rkmate.device.events import give_way_by
 from rkmate.ir.simulate import LOSS_SCALARS, lasting_of_loss
-from rkmate.runtime.observed_step import key_of
 from rkmate.runtime.segments import Call, saved_by
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.dtensor import dtensor_types, held_part, is_dtensor
-from rkmate.torch_seam.tensors import saved_by_node, storage_lives, version_of
+from rkmate.torch_seam.tensors import key_of, saved_by_node, storage_lives, version_of
 
 USUAL = re.compile(
     r"^(Nll|LogSoftmax|Mse|SmoothL1|Huber|BinaryCrossEntropy|View|UnsafeView|ReshapeAlias|Transpose|T|Permute|"

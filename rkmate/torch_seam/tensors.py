@@ -51,6 +51,14 @@ def storage_id(of: torch.Tensor | torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def key_of(tensor: torch.Tensor) -> int | None:
+    """Return a number for a tensor's storage; None for a tensor without one (sparse, or a library's own)."""
+    try:
+        return storage_id(tensor)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def storage_lives(tensor: torch.Tensor) -> Callable[[], bool]:
     """Return a function that tells whether a tensor's storage still lives. Until the function is gone, no
     other storage has its number."""

@@ -18,8 +18,8 @@ from rkmate.ir.link import Link
 from rkmate.offload import target as places
 from rkmate.offload.copies import AwayBytes
 from rkmate.offload.target import Offload
+from rkmate.parts.apply import planned_call_of, put_plan_into, put_plans_into_layers
 from rkmate.planners.settings import PlannerSettings
-from rkmate.runtime.apply import planned_call_of, put_plan_into, put_plans_into_layers
 from rkmate.runtime.kept_plans import Planning
 from rkmate.show.plan import Plan
 from tests.copying import LateEngine, use

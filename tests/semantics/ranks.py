@@ -23,7 +23,7 @@ LIMIT = 240.0
 """Seconds of processor time after which a rank is killed, and the timeout of a group."""
 LOADED_ONCE = ("torch.export", "torch._functorch.aot_autograd", "torch._inductor.compile_fx",
                "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
-               "torch.distributed._functional_collectives", "rkmate.api", "rkmate.runtime.apply")
+               "torch.distributed._functional_collectives", "rkmate.api", "rkmate.parts.apply")
 """Modules that the process loads from which ranks are forked: all of them begin with these."""
 STILL = 90.0
 """Seconds in which ranks that compute nothing are not killed yet."""

@@ -14,7 +14,7 @@ from torch import nn
 import rkmate
 from rkmate.errors import CaptureError
 from rkmate.graph.capture import capture
-from rkmate.runtime.apply import planned_call_of
+from rkmate.parts.apply import planned_call_of
 from tests.semantics.steps import planned, tightest
 
 

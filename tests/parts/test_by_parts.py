@@ -19,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 import rkmate
 from rkmate.measure.step import measure_peak, measure_step
+from rkmate.parts import by_parts
+from rkmate.parts.by_parts import Parts
+from rkmate.parts.one_budget import Watch
 from rkmate.planners.several_calls import Item, Moment, Way, share_out, smallest_limit
-from rkmate.runtime import parts, plan_cache
-from rkmate.runtime.one_budget import Watch
-from rkmate.runtime.parts import Parts
+from rkmate.runtime import plan_cache
 from tests.options import options_of
 
 X, Y = torch.randn(128, 32), torch.randint(0, 16, (128,))
@@ -390,8 +391,8 @@ def test_bits_and_budget_of_the_whole_step(name: str, caplog: pytest.LogCaptureF
 def test_layers_that_differ_in_attributes_are_planned_once(rates: bool,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     found, made = [], []
-    search, make = parts.ways_of, plan_cache.make_plan
-    monkeypatch.setattr(parts, "ways_of", lambda *a: (found.append(a), search(*a))[1])
+    search, make = by_parts.ways_of, plan_cache.make_plan
+    monkeypatch.setattr(by_parts, "ways_of", lambda *a: (found.append(a), search(*a))[1])
     monkeypatch.setattr(plan_cache, "make_plan", lambda *a: (made.append(a), make(*a))[1])
     model = Stack([Numbered(k + 1) for k in range(4)], numpy=True)
     for k, layer in enumerate(model.layers if rates else ()):
@@ -495,7 +496,7 @@ def test_calls_without_room_leave_the_others_their_plans(monkeypatch: pytest.Mon
     observed: list[Parts] = []
     plan = Parts._plan
     monkeypatch.setattr(Parts, "_plan", lambda parts, step: observed.append(parts) or plan(parts, step))
-    monkeypatch.setattr("rkmate.runtime.parts.REFUSED", 1)
+    monkeypatch.setattr("rkmate.parts.by_parts.REFUSED", 1)
 
     def all_sizes() -> None:
         for seed in range(7):
@@ -524,7 +525,7 @@ class Levels(Stack):
 @pytest.mark.parametrize("most", [4, 2])
 def test_each_size_of_a_module_s_calls_has_its_plan(most: int, caplog: pytest.LogCaptureFixture,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rkmate.runtime.parts.SIZES", most)
+    monkeypatch.setattr("rkmate.parts.by_parts.SIZES", most)
     model = Levels([Layer()])
     plain = copy.deepcopy(model)
     budget = int(0.75 * peak(copy.deepcopy(plain), plainly, 0))

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import rkmate
+from rkmate.parts.one_budget import Part, Rest
+from rkmate.parts.sharded import AGAIN, AGREED, Sharded
+from rkmate.parts.sharded_step import Signature, bounds, tied
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.several_calls import Way
-from rkmate.runtime.one_budget import Part, Rest
-from rkmate.runtime.sharded import AGAIN, AGREED, Sharded
-from rkmate.runtime.sharded_step import Signature, bounds, tied
 
 SEEN = Rest(10, 20, 30, 100)
 MOMENTS = Rest(30, 20, 10, 200, {(None, ()): 10, (0, ()): 30, (1, (0,)): 5, (None, (0, 1)): 20})

@@ -22,6 +22,10 @@ from rkmate.graph.capture.refusals import (
     tell_of_compiled,
 )
 from rkmate.offload.target import Engines
+from rkmate.parts.by_parts import Parts
+from rkmate.parts.one_budget import sharded_layers, take_watch_from
+from rkmate.parts.sharded import Sharded
+from rkmate.parts.sharded_step import Follower
 from rkmate.runtime.kept_plans import (
     REPLACED,
     Executable,
@@ -30,10 +34,6 @@ from rkmate.runtime.kept_plans import (
     Specialization,
 )
 from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
-from rkmate.runtime.one_budget import sharded_layers, take_watch_from
-from rkmate.runtime.parts import Parts
-from rkmate.runtime.sharded import Sharded
-from rkmate.runtime.sharded_step import Follower
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import (

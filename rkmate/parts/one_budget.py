@@ -1,5 +1,5 @@
 """One budget for a step of several planned parts: the parts of a model that cannot be planned as a whole
-(`rkmate.runtime.parts`), or the layers of a sharded model (`rkmate.runtime.sharded`).
+(`rkmate.parts.by_parts`), or the layers of a sharded model (`rkmate.parts.sharded`).
 
 Each part has schedules that hold more or less between forward and backward (`rkmate.pipeline.part_plans`). A
 step that was observed shows what the rest of it takes, and all parts share what that leaves of the budget.

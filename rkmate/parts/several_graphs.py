@@ -20,6 +20,8 @@ from torch import nn
 from rkmate.budget import Budget
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.measure.analytic import analytic_costs
+from rkmate.parts.moments import room_for
+from rkmate.parts.one_budget import OneBudget, Part, Rest, undisturbed
 from rkmate.pipeline.part_plans import ways_of
 from rkmate.pipeline.prepare import Blocked, reserve_for_loss, trace, with_operation_costs
 from rkmate.pipeline.settings import Settings
@@ -27,8 +29,6 @@ from rkmate.planners.several_calls import Item, Moment
 from rkmate.runtime.guards import ModuleReader, guards_of
 from rkmate.runtime.kept_plans import Planning, Prototype
 from rkmate.runtime.module import PlannedModule
-from rkmate.runtime.one_budget import OneBudget, Part, Rest, undisturbed
-from rkmate.runtime.step_moments import room_for
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 

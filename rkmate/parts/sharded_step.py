@@ -20,15 +20,15 @@ from torch.utils.hooks import RemovableHandle
 
 from rkmate.device.events import give_way_by
 from rkmate.device.protocol import PartsMeter, thread_of
+from rkmate.parts.observed_step import MOST
+from rkmate.parts.one_budget import Part, Rest
 from rkmate.planners.several_calls import Moment, Way
 from rkmate.runtime.kept_plans import Specialization
 from rkmate.runtime.module import PlannedModule
-from rkmate.runtime.observed_step import MOST, key_of
-from rkmate.runtime.one_budget import Part, Rest
 from rkmate.runtime.segments import Call
 from rkmate.torch_seam.dtensor import is_dtensor, local_part
 from rkmate.torch_seam.modules import is_sharded, whole_gradient_type
-from rkmate.torch_seam.tensors import after_backward
+from rkmate.torch_seam.tensors import after_backward, key_of
 
 FEWER = 8
 """Measured steps with fewer calls than some step had, at most, that are not noted."""
@@ -41,7 +41,7 @@ class Follower(PlannedModule):
 
     _FIELDS = PlannedModule._FIELDS | {"_within"}
     _within: Any
-    """The planner of the model (`rkmate.runtime.sharded.Sharded`), or None."""
+    """The planner of the model (`rkmate.parts.sharded.Sharded`), or None."""
 
     def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                        ) -> Specialization | None:
@@ -57,7 +57,7 @@ class Follower(PlannedModule):
 
     @property
     def within(self) -> Any:
-        """The planner of the model (`rkmate.runtime.sharded.Sharded`)."""
+        """The planner of the model (`rkmate.parts.sharded.Sharded`)."""
         assert self._within is not None
         return self._within
 

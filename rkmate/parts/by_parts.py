@@ -24,14 +24,19 @@ from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateE
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.state import BuffersAndDraws
 from rkmate.graph.capture.structure import take_apart
-from rkmate.pipeline.part_plans import ways_of, with_terms
-from rkmate.pipeline.prepare import trace
-from rkmate.planners.several_calls import Item, Moment
-from rkmate.runtime.followed_step import FollowedStep
-from rkmate.runtime.guards import ModuleReader, guards_of
-from rkmate.runtime.kept_plans import Planning, Prototype
-from rkmate.runtime.observed_step import ObservedStep
-from rkmate.runtime.one_budget import (
+from rkmate.parts.followed_step import FollowedStep
+from rkmate.parts.kinds import (
+    Kind,
+    is_worth_looking_at,
+    kind_key,
+    modules_of,
+    outermost,
+    sizes_in,
+    why_not,
+)
+from rkmate.parts.moments import STEPS, SeenStep, bounds, kept_of, room_for, seen
+from rkmate.parts.observed_step import ObservedStep
+from rkmate.parts.one_budget import (
     OneBudget,
     Part,
     Rest,
@@ -41,16 +46,11 @@ from rkmate.runtime.one_budget import (
     take_watch_from,
     undisturbed,
 )
-from rkmate.runtime.part_kinds import (
-    Kind,
-    is_worth_looking_at,
-    kind_key,
-    modules_of,
-    outermost,
-    sizes_in,
-    why_not,
-)
-from rkmate.runtime.step_moments import STEPS, SeenStep, bounds, kept_of, room_for, seen
+from rkmate.pipeline.part_plans import ways_of, with_terms
+from rkmate.pipeline.prepare import trace
+from rkmate.planners.several_calls import Item, Moment
+from rkmate.runtime.guards import ModuleReader, guards_of
+from rkmate.runtime.kept_plans import Planning, Prototype
 from rkmate.support.planning_lock import planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn

@@ -13,12 +13,12 @@ from torch import nn
 
 from rkmate.errors import RkmateError
 from rkmate.graph.capture.structure import Structure, take_apart
+from rkmate.parts.observed_step import PartCall
+from rkmate.parts.one_budget import Part, bytes_made, is_one_operation
 from rkmate.pipeline.prepare import Traced, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.runtime.guards import Guards
 from rkmate.runtime.kept_plans import attributes_in
-from rkmate.runtime.observed_step import PartCall
-from rkmate.runtime.one_budget import Part, bytes_made, is_one_operation
 from rkmate.support.progress import Progress
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.nodes import VALUE

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from rkmate.parts.kinds import Kind
+from rkmate.parts.observed_step import REST, ObservedStep, PartCall
 from rkmate.planners.several_calls import Moment, Way
-from rkmate.runtime.observed_step import REST, ObservedStep, PartCall
-from rkmate.runtime.part_kinds import Kind
 
 STEPS = 4
 """The number of observed steps that bound schedules: the latest ones."""

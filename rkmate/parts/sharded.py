@@ -36,14 +36,8 @@ from rkmate.errors import ArgumentError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_call_apart
 from rkmate.measure.analytic import analytic_costs
-from rkmate.pipeline.part_plans import ways_of
-from rkmate.pipeline.prepare import Blocked, block, trace, with_operation_costs
-from rkmate.pipeline.variants import CHUNKED_LOSS, first, together
-from rkmate.planners.several_calls import Item, Moment, Way
-from rkmate.runtime.agreement import Ranks, ranks_that_share, shows_signs
-from rkmate.runtime.guards import Guards, guards_of
-from rkmate.runtime.kept_plans import Planning, Prototype
-from rkmate.runtime.one_budget import (
+from rkmate.parts.moments import room_for
+from rkmate.parts.one_budget import (
     OneBudget,
     Part,
     Rest,
@@ -55,10 +49,16 @@ from rkmate.runtime.one_budget import (
     refuse_what_would_run_twice,
     undisturbed,
 )
-from rkmate.runtime.sharded_rest import GIVEN, Reached, RestOfForward
-from rkmate.runtime.sharded_step import Exchanges, Follower, Observed, Signature, bounds, tied
+from rkmate.parts.sharded_rest import GIVEN, Reached, RestOfForward
+from rkmate.parts.sharded_step import Exchanges, Follower, Observed, Signature, bounds, tied
+from rkmate.pipeline.part_plans import ways_of
+from rkmate.pipeline.prepare import Blocked, block, trace, with_operation_costs
+from rkmate.pipeline.variants import CHUNKED_LOSS, first, together
+from rkmate.planners.several_calls import Item, Moment, Way
+from rkmate.runtime.agreement import Ranks, ranks_that_share, shows_signs
+from rkmate.runtime.guards import Guards, guards_of
+from rkmate.runtime.kept_plans import Planning, Prototype
 from rkmate.runtime.snapshot import by_content
-from rkmate.runtime.step_moments import room_for
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in

@@ -24,7 +24,7 @@ from rkmate.device.events import give_way_by
 from rkmate.device.protocol import MeterError, PartsMeter, thread_of
 from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.tensors import storage_id
+from rkmate.torch_seam.tensors import key_of
 
 _MADE = 5
 """How many times its bytes a caller makes, and keeps, of a result that more calls follow: mean, deviation,
@@ -550,11 +550,3 @@ def _is_spread_out(tensor: torch.Tensor) -> bool:
 def _sizes(tensors: Iterable[Any]) -> dict[int, int]:
     return {k: t.untyped_storage().nbytes() for t in tensors
             if isinstance(t, torch.Tensor) and (k := key_of(t)) is not None}
-
-
-def key_of(tensor: torch.Tensor) -> int | None:
-    """Return a number for a tensor's storage; None for a tensor without one (sparse, or a library's own)."""
-    try:
-        return storage_id(tensor)
-    except (NotImplementedError, RuntimeError):
-        return None
