@@ -12,12 +12,23 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from rkmate.device.protocol import MeterError
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from rkmate.device.protocol import MeterError, PartsMeter, thread_of
 from rkmate.ir.simulate import Peak
-from rkmate.torch_seam.memory import REMEMBERS_SIZES, allocations, core_variable, is_profiling, memory_events
+from rkmate.torch_seam.memory import (
+    REMEMBERS_SIZES,
+    allocations,
+    core_variable,
+    is_profiling,
+    memory_events,
+    with_schedules,
+)
+from rkmate.torch_seam.tensors import inside_backward
 
 T = TypeVar("T")
 
@@ -101,18 +112,51 @@ class _Tracked:
 
 
 _measuring = threading.Lock()
-_giving_way: list[Callable[[], None]] = []
+_giving_way: list[tuple[Callable[[], None], int | None]] = []
 
 
-def give_way_by(stop: Callable[[], None]) -> None:
-    """Call `stop` when another measurement is to begin: for one that goes on between two calls of a user."""
-    _giving_way[:] = [stop]
+def stay_open(meter: PartsMeter, stop: Callable[[], None]) -> ExitStack:
+    """Begin a measurement that goes on between two calls of a user, and return what ends it. `stop` is called
+    when another measurement is to begin, or after a backward at an optimizer's step: the user may start a
+    profiler then.
+
+    Raises:
+        MeterError: something else measures, or the schedule of a profiler may start that in the meantime.
+    """
+    thread = thread_of(meter)
+    if thread is not None and with_schedules():
+        raise MeterError("a profiler has a schedule, and may start: memory cannot be measured from one call "
+                         "to another beside it")
+    running = ExitStack()
+    running.enter_context(meter.running())
+    give_way_by(stop, thread)
+    return running
+
+
+def give_way_by(stop: Callable[[], None], thread: int | None) -> None:
+    """Set what stops the measurement that goes on. `thread`: the identifier of the only thread that can; None
+    for any."""
+    _giving_way[:] = [(stop, thread)]
+    if not _at_optimizers:
+        _at_optimizers.append(register_optimizer_step_pre_hook(_at_optimizer))
+
+
+_at_optimizers: list[RemovableHandle] = []
+
+
+def _at_optimizer(*_: object) -> None:
+    """An optimizer that steps inside of a backward stops nothing: autograd gives the thread its profiler
+    back."""
+    if not inside_backward():
+        make_way()
 
 
 def make_way() -> None:
-    """Stop a measurement that gives way."""
-    while _giving_way:
-        _giving_way.pop()()
+    """Stop a measurement that gives way, unless only another thread can."""
+    while _giving_way and _giving_way[-1][1] in (None, threading.get_ident()):
+        _giving_way.pop()[0]()
+    if not _giving_way and _at_optimizers:
+        _at_optimizers.pop().remove()
 
 
 @contextmanager

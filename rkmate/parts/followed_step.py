@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rkmate.device import MeterError
-from rkmate.device.events import give_way_by
+from rkmate.device.events import stay_open
 from rkmate.device.protocol import PartsMeter, thread_of
 from rkmate.torch_seam.tensors import after_backward
 
@@ -50,11 +50,10 @@ class FollowedStep:
         self._others = [p for p in gc.get_objects()
                         if type(p) is nn.Parameter and p.requires_grad and p.grad is None]
         try:
-            self._running.enter_context(meter.running())
+            self._running = stay_open(meter, self._give_way)
         except MeterError:                      # somebody measures, or profiles
             self._meter = None
             return
-        give_way_by(self._give_way)
         self._stretch.enter_context(meter.part(0))
 
     def _accumulated(self, parameter: torch.Tensor) -> None:

@@ -13,14 +13,14 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from rkmate.device.events import give_way_by
+from rkmate.device.events import stay_open
 from rkmate.device.protocol import MeterError, PartsMeter, thread_of
 from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.torch_seam.containers import tensors_in
@@ -109,7 +109,7 @@ class ObservedStep:
         nothing does."""
         self._meter = meter
         self._stretch: Any = None
-        self._backward: tuple[AbstractContextManager[object], int | None] | None = None
+        self._backward: tuple[ExitStack, int | None] | None = None
         """The run of the meter from the end of the forward on, and the only thread that may end it."""
         self._levels: dict[int, tuple[int, int, frozenset[int]]] = {}
         """Of each node of the backward: what the rest held, and what gradients took when it began; what
@@ -462,13 +462,10 @@ class ObservedStep:
         """Measure the caller's loss, and then each node of the backward."""
         if self._meter is None:
             return
-        running = self._meter.running()
         try:
-            running.__enter__()
+            self._backward = stay_open(self._meter, self.finish), thread_of(self._meter)
         except MeterError:                      # somebody measures, or profiles
             return
-        self._backward = running, thread_of(self._meter)
-        give_way_by(self.finish)
         self._levels.clear()
         self._stretch = self._meter.part(_LOSS)
         self._stretch.__enter__()
@@ -480,7 +477,7 @@ class ObservedStep:
         if running is None or self._meter is None or running[1] not in (None, threading.get_ident()):
             return
         self._end_stretch()
-        running[0].__exit__(None, None, None)
+        running[0].close()
         peaks = self._meter.peaks()
         if self.backward_seen:
             self.loss = peaks.get(_LOSS, self.loss)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rkmate.device.events import give_way_by
+from rkmate.device.events import give_way_by, stay_open
 from rkmate.device.protocol import PartsMeter, thread_of
 from rkmate.parts.observed_step import MOST
 from rkmate.parts.one_budget import Part, Rest
@@ -236,8 +236,7 @@ class Observed:
         where something else measures."""
         self._meter, self._standing = meter, standing
         self._thread = thread_of(meter)
-        self._session = ExitStack()
-        self._session.enter_context(meter.running())
+        self._session = stay_open(meter, self._give_up)
         self._stretch = ExitStack()
         self._stretches: list[tuple[int | None, tuple[int, ...]]] = []
         """Of each stretch of the step, the number of the planned call that runs, and of those that hold."""
@@ -247,7 +246,6 @@ class Observed:
         self.calls: list[tuple[Follower, Part, Way]] = []
         """The planned calls, and what each follows."""
         self._waits = self._is_over = False
-        give_way_by(self._give_up)
         self._next(None)
 
     def _next(self, running: int | None) -> None:
@@ -298,7 +296,7 @@ class Observed:
             self._waits = False
             return
         self._end()
-        give_way_by(self._give_way)
+        give_way_by(self._give_way, self._thread)
 
     def _give_up(self) -> None:
         """Something else is to be measured, in the middle of the step: this shows nothing, then."""

@@ -31,7 +31,7 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.device import MeterError
-from rkmate.device.events import give_way_by
+from rkmate.device.events import stay_open
 from rkmate.ir.simulate import LOSS_SCALARS, lasting_of_loss
 from rkmate.runtime.segments import Call, saved_by
 from rkmate.show.plan import Plan
@@ -152,11 +152,10 @@ class BetweenMeter:
         self._thread = threading.get_ident()
         self._measured = self._is_cut = False
         try:
-            self._running.enter_context(self._meter.running())
+            self._running = stay_open(self._meter, self._give_way)
         except MeterError:                      # somebody measures, or profiles
             self._thread = -1
             return
-        give_way_by(self._give_way)
         self._part.enter_context(self._meter.part(0))
         weakref.finalize(call, self._stop)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,8 +31,17 @@ class Allocation(NamedTuple):
 
 
 def is_profiling() -> bool:
-    """Return whether a profiler is running."""
-    return bool(profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())
+    """Return whether a profiler is running, or warming up: torch ends the process where one that warms up
+    goes on after another one has run."""
+    return bool(profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()) or any(
+        p.profiler is not None and p.profiler.kineto_results is None for p in with_schedules())
+
+
+def with_schedules() -> list[torch.profiler.profile]:
+    """Return the profilers of `torch.profiler` that somebody has: their schedules may start them."""
+    if "ProfilerStep" not in profiler.KinetoStepTracker._step_dict:
+        return []           # looking through all objects takes long
+    return [found for found in gc.get_objects() if type(found) is torch.profiler.profile]
 
 
 def allocations(results: Any, kind: str, index: int | None) -> list[Allocation]:

@@ -280,6 +280,8 @@ def _cpu_memory() -> None:
     found = memory.allocations(session.kineto_results, "cpu", None)
     assert kept.numel() in [event.bytes for event in found]
     memory.uses_onednn()
+    planned = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1))
+    assert planned in memory.with_schedules()
 
 
 NEEDED = (

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from rkmate import device
+from rkmate.device.events import stay_open
 from rkmate.errors import ArgumentError
 from rkmate.ir.simulate import Peak
 from rkmate.measure.step import MeterError, measure_peak, tracking
+from rkmate.torch_seam.memory import is_profiling
 
 KB = 1024
 
@@ -180,6 +182,33 @@ def test_inside_a_profiler() -> None:
     with torch.autograd.profiler.profile(), pytest.raises(MeterError, match="a profiler"):
         measure_peak(lambda: None)
     assert measure_peak(lambda: zeros(1)).peak == KB
+
+
+def test_beside_a_profiler_with_a_schedule() -> None:
+    """Torch ends the process where a profiler that warms up goes on after another one has run."""
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
+                                      schedule=torch.profiler.schedule(wait=1, warmup=1, active=1))
+    with profiler:
+        assert measure_peak(lambda: zeros(1)).peak == KB        # the profiler waits
+        with pytest.raises(MeterError, match="a profiler has a schedule"):
+            stay_open(device.of("cpu").parts_meter(), lambda: None)
+        for _ in range(2):                                      # it warms up, and runs
+            profiler.step()
+            with pytest.raises(MeterError, match="a profiler is running"):
+                measure_peak(lambda: zeros(1))
+    assert profiler.events()
+    assert measure_peak(lambda: zeros(1)).peak == KB
+
+
+def test_what_stays_open_ends_at_an_optimizers_step() -> None:
+    model, stopped = nn.Linear(2, 2), []
+    running = stay_open(device.of("cpu").parts_meter(), lambda: stopped.append(running.close()))
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.randn(1, 2)).sum().backward()
+    assert is_profiling() and not stopped
+    for _ in range(2):
+        optimizer.step()
+    assert not is_profiling() and len(stopped) == 1
 
 
 def test_inside_a_profiler_of_another_thread() -> None:
