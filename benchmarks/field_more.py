@@ -55,7 +55,9 @@ MORE: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
         **TEXT, "attn_layers": ["local", "lsh", "local"], "hidden_size": 32, "attention_head_size": 8,
         "num_attention_heads": 4, "feed_forward_size": 64, "local_attn_chunk_length": 8,
         "lsh_attn_chunk_length": 8, "num_buckets": 4, "num_hashes": 1, "axial_pos_embds": False,
-        "max_position_embeddings": 64, "is_decoder": False}, "sentence", 1.0),
+        "max_position_embeddings": 64, "is_decoder": False, "hash_seed": 0, "hidden_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0, "lsh_attention_probs_dropout_prob": 0.0}, "sentence",
+        1.0),
     # Encoders.
     ("mobilebert", "MobileBertForMaskedLM", "MobileBert", {
         **ENCODER, "embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16,
