@@ -67,8 +67,7 @@ FULL = 0.97
 MEASURED = 3
 """The number of steps with plans that are measured at most, until one keeps to its budget."""
 NEAR = 1.25
-"""The ratio of the bytes of a step as it is to its budget, as they were estimated, up to which such a step is
-measured before the budget is refused."""
+"""The estimate of a step as it is, divided by its budget, up to which it is measured before it is refused."""
 REFUSED = 3
 """The number of steps that are observed because a call had no room, at most: others keep their plans then."""
 SIZES = 4
@@ -166,7 +165,8 @@ class Parts(OneBudget):
             return call(*args, **kwargs)
         self._next_step()
         if self._is_planned:
-            return call(*args, **kwargs)
+            called = call(*args, **kwargs)
+            return called if self._followed is None else self._followed.follow(called)
         if self._step is None:
             self._tell_beginning(None)
         self.watch(filter(is_worth_looking_at, self._model.modules()))
@@ -493,14 +493,14 @@ class Parts(OneBudget):
 
     def _measured(self, kind: Kind, budget: int) -> Part:
         """Return what was captured of a kind, with its schedules. `budget`: bytes that measuring may take."""
-        part, taught = kind.part, kind.taught
+        part = kind.part
         assert part is not None
         if not part.forms:
             kind.lay_out(self._settings("all"))
-        wanted = tuple(k in taught for k in range(len(part.traced.wanted)))
+        wanted = tuple(k in kind.taught for k in range(len(part.traced.wanted)))
         if not part.forms or part.traced.wanted != wanted or kind.shared - kind.known_shared:
             kind.known_shared = kind.shared
-            part.traced = replace(part.traced, wanted=wanted, settings=self._settings(taught),
+            part.traced = replace(part.traced, wanted=wanted, settings=self._settings(kind.taught),
                                   capture=with_terms(part.traced.capture, kind.shared))
             part.forms = [ways_of(part.traced, self.planning.planner, lambda blocked: budget, 1.0)]
         return part

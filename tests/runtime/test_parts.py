@@ -692,6 +692,25 @@ def test_a_step_with_plans_that_is_over_its_budget(share: float, caplog: pytest.
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
+def test_a_step_of_gradients_that_the_caller_asks_for_is_measured() -> None:
+    """`torch.autograd.grad` adds nothing to parameters, and several backwards go through one call."""
+    def gradients(model: nn.Module) -> None:
+        loss = model(X, Y)
+        for k in (1, 2):
+            torch.autograd.grad(k * loss, [*model.parameters()], retain_graph=k < 2)
+
+    model = Growing([Layer() for _ in range(4)], numpy=True)
+    budget = int(0.7 * measure_step(copy.deepcopy(model), lambda: gradients(model)).peak)
+    applied(model, budget)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for seed in range(8):
+            model.extra = 2 * budget if seed > 1 else 0
+            torch.manual_seed(seed)
+            gradients(model)
+    assert sum(f"and its budget is {budget:,}" in str(w.message) for w in warned) == 1
+
+
 @pytest.mark.gpu
 def test_a_step_with_plans_that_is_over_its_budget_on_a_gpu() -> None:
     """The device's own thread runs the backward."""
