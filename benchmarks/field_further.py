@@ -409,7 +409,7 @@ def of_monai(name: str, lines: str, make: Callable[[Any], nn.Module], budget: fl
 
 
 def _pictures(model: nn.Module, size: int) -> Task:
-    x = torch.randn(1, 1, size, size, size) if size == 32 else torch.randn(1, 3, size, size)
+    x = torch.randn(1, 1, size, size, size) if size <= 64 else torch.randn(1, 3, size, size)
 
     def step(m: Any) -> torch.Tensor:
         out = m(x)
@@ -420,7 +420,7 @@ def _pictures(model: nn.Module, size: int) -> Task:
 
 VOLUMES = (
     of_monai("swin unetr", "SwinUNETR", lambda nets: nets.SwinUNETR(
-        1, 2, feature_size=12, depths=(1, 1, 1, 1), norm_name="batch"), size=32),
+        1, 2, feature_size=12, depths=(1, 1, 1, 1)), size=64),
     of_monai("unetr", "UNETR", lambda nets: nets.UNETR(
         1, 2, (16, 16, 16), feature_size=8, hidden_size=48, mlp_dim=64, num_heads=4), 0.9),
     of_monai("mednext", "MedNeXt", lambda nets: nets.MedNeXt(
@@ -433,7 +433,7 @@ VOLUMES = (
         (16, 16, 16), init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1, 1),
         blocks_up=(1, 1))),
     of_monai("unet++", "BasicUNetPlusPlus", lambda nets: nets.BasicUNetPlusPlus(
-        3, 1, 2, features=(8, 8, 16, 16, 16, 8)), size=32),
+        3, 1, 2, features=(8, 8, 16, 16, 16, 8)), 0.85, 32),
     of_monai("densenet", "DenseNet121", lambda nets: nets.DenseNet(
         3, 1, 2, init_features=8, growth_rate=4, block_config=(2, 2, 2)), size=32),
     of_monai("vq-vae", "VQVAE", lambda nets: nets.VQVAE(

@@ -15,8 +15,11 @@ from field_scenarios import (
     TEXT,
     VISION,
     Scenario,
+    Task,
+    calling,
     denoised,
     ids,
+    made,
 )
 
 BATCHES.update({
@@ -55,7 +58,9 @@ MORE: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
         **TEXT, "attn_layers": ["local", "lsh", "local"], "hidden_size": 32, "attention_head_size": 8,
         "num_attention_heads": 4, "feed_forward_size": 64, "local_attn_chunk_length": 8,
         "lsh_attn_chunk_length": 8, "num_buckets": 4, "num_hashes": 1, "axial_pos_embds": False,
-        "max_position_embeddings": 64, "is_decoder": False}, "sentence", 1.0),
+        "max_position_embeddings": 64, "is_decoder": False, "hash_seed": 0, "hidden_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0, "lsh_attention_probs_dropout_prob": 0.0}, "sentence",
+        1.0),
     # Encoders.
     ("mobilebert", "MobileBertForMaskedLM", "MobileBert", {
         **ENCODER, "embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16,
@@ -94,6 +99,58 @@ MORE: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
         "random_mask_ratio": 0.4}, "seen patches", 0.7),
 )
 
+LATEST: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
+    ("seed-oss", "SeedOssForCausalLM", "SeedOss", DECODER, "labelled", 0.6),
+    ("apertus", "ApertusForCausalLM", "Apertus", DECODER, "labelled", 0.6),
+    ("hunyuan", "HunYuanDenseV1ForCausalLM", "HunYuanDenseV1", {**DECODER, "head_dim": 8}, "labelled", 0.6),
+    ("vaultgemma", "VaultGemmaForCausalLM", "VaultGemma", {
+        **DECODER, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}, "labelled", 0.6),
+    ("doge", "DogeForCausalLM", "Doge", DECODER, "labelled", 0.6),
+    ("bitnet", "BitNetForCausalLM", "BitNet", DECODER, "labelled", 0.6),
+    ("ctrl", "CTRLLMHeadModel", "CTRL", {
+        **TEXT, "n_embd": 32, "n_layer": 3, "n_head": 4, "dff": 64, "n_positions": 64, "use_cache": False},
+     "labelled", 0.6),
+    ("roberta, norms first", "RobertaPreLayerNormForMaskedLM", "RobertaPreLayerNorm", ENCODER, "labelled",
+     0.6),
+    ("eurobert", "EuroBertForMaskedLM", "EuroBert", {**DECODER, "use_cache": False}, "labelled", 0.6),
+    ("flex olmo", "FlexOlmoForCausalLM", "FlexOlmo", {
+        **DECODER, "num_experts": 4, "num_experts_per_tok": 2}, "labelled", 0.8),
+    ("convnext v2", "ConvNextV2ForImageClassification", "ConvNextV2", {
+        "image_size": 64, "hidden_sizes": [16, 24, 32, 48], "depths": [1, 1, 1, 1]}, "large image", 0.6),
+    ("cvt", "CvtForImageClassification", "Cvt", {
+        "embed_dim": [16, 24, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 3]}, "large image", 0.7),
+)
+
+
+def _adapted(name: str, config: str, options: dict[str, Any], model: tuple[str, str, dict[str, Any]],
+             task: str, batch: str, budget: float = 0.6) -> Scenario:
+    """Adapters of peft in a model other than a decoder."""
+    def make() -> Task:
+        import peft
+
+        chosen = getattr(peft, config)(task_type=task, **options)
+        return calling(peft.get_peft_model(made(*model), chosen).train(), BATCHES[batch]())
+    return Scenario("peft", name, f"get_peft_model(model, {config}(...))", make, ("transformers", "peft"),
+                    budget=budget)
+
+
+_T5 = "T5ForConditionalGeneration", "T5", {
+    "vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 0, "use_cache": False}
+_BERT = "BertForSequenceClassification", "Bert", ENCODER
+
+ADAPTED = (
+    _adapted("t5, lora", "LoraConfig", {"r": 4, "lora_dropout": 0.1}, _T5, "SEQ_2_SEQ_LM", "translated"),
+    _adapted("t5, ia3", "IA3Config", {}, _T5, "SEQ_2_SEQ_LM", "translated"),
+    _adapted("t5, prefix tuning", "PrefixTuningConfig", {
+        "num_virtual_tokens": 4, "prefix_projection": True, "encoder_hidden_size": 32}, _T5, "SEQ_2_SEQ_LM",
+        "translated"),
+    _adapted("bert, dora", "LoraConfig", {"r": 4, "use_dora": True}, _BERT, "SEQ_CLS", "sentence"),
+    _adapted("bert, prompt tuning", "PromptTuningConfig", {"num_virtual_tokens": 4}, _BERT, "SEQ_CLS",
+             "sentence"),
+    _adapted("bert, vera", "VeraConfig", {"r": 4}, _BERT, "SEQ_CLS", "sentence"),
+)
+
 VOLUMES = (
     of_monai("dints", "DiNTS", lambda nets: nets.DiNTS(
         dints_space=nets.TopologySearch(num_blocks=2, num_depths=2, channel_mul=0.25, device="cpu"),
@@ -101,7 +158,7 @@ VOLUMES = (
     of_monai("hovernet", "HoVerNet", lambda nets: nets.HoVerNet(
         mode="fast", in_channels=3, out_classes=2, np_out_channels=2), 0.6, 256),
     of_monai("unet, residual", "UNet(num_res_units=2)", lambda nets: nets.UNet(
-        3, 1, 2, channels=(8, 16, 32), strides=(2, 2), num_res_units=2), 0.6),
+        3, 1, 2, channels=(8, 16, 32), strides=(2, 2), num_res_units=2), 0.8),
 )
 
 DIFFUSION = (
@@ -131,4 +188,5 @@ DIFFUSION = (
         budget=0.6),
 )
 
-SCENARIOS: tuple[Scenario, ...] = (*VOLUMES, *DIFFUSION, *(architecture(*row) for row in MORE))
+SCENARIOS: tuple[Scenario, ...] = (
+    *VOLUMES, *DIFFUSION, *ADAPTED, *(architecture(*row) for row in (*MORE, *LATEST)))

@@ -255,7 +255,7 @@ def _lit(*, by_hand: bool = False, **options: Any) -> Task:
 
     def step(model: Any) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-            return F.cross_entropy(model(x[:32]), y[:32])
+            return F.cross_entropy(model(x[:32].to(next(model.parameters()).dtype)), y[:32])
     return Task(Lit(), step, train=train)
 
 
@@ -288,6 +288,7 @@ TRAINERS = (
              lambda: _lit(accumulate_grad_batches=2, gradient_clip_val=1.0), budget=0.6),
     training("lightning", "steps by hand, clipping", "module", lambda: _lit(by_hand=True), budget=0.6),
     training("lightning", "bf16-mixed", "module", lambda: _lit(precision="bf16-mixed"), budget=0.6),
+    training("lightning", "bf16-true", "module", lambda: _lit(precision="bf16-true"), budget=0.6),
     training("lightning", "stochastic weight averaging", "module", _averaging, budget=0.6),
 )
 

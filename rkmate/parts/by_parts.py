@@ -12,7 +12,7 @@ import functools
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from rkmate.graph.capture.state import BuffersAndDraws
 from rkmate.graph.capture.structure import take_apart
 from rkmate.parts.followed_step import FollowedStep
 from rkmate.parts.kinds import (
+    Asked,
     Kind,
     is_worth_looking_at,
     kind_key,
@@ -48,7 +49,7 @@ from rkmate.parts.one_budget import (
 )
 from rkmate.pipeline.part_plans import ways_of, with_terms
 from rkmate.pipeline.prepare import trace
-from rkmate.planners.several_calls import Item, Moment
+from rkmate.planners.several_calls import Item
 from rkmate.runtime.guards import ModuleReader, guards_of
 from rkmate.runtime.kept_plans import Planning, Prototype
 from rkmate.support.planning_lock import planning_lock
@@ -65,6 +66,8 @@ FULL = 0.97
 """The share of what calls hold that schedules are looked for with, at most, where not all of it fits."""
 MEASURED = 3
 """The number of steps with plans that are measured at most, until one keeps to its budget."""
+NEAR = 1.25
+"""The estimate of a step as it is, divided by its budget, up to which it is measured before it is refused."""
 REFUSED = 3
 """The number of steps that are observed because a call had no room, at most: others keep their plans then."""
 SIZES = 4
@@ -78,19 +81,6 @@ class Put(Protocol):
     def __call__(self, module: nn.Module, planning: Planning, plans: tuple[Prototype, ...],
                  refused: Callable[[nn.Module, RkmateError], None]) -> None:
         """`plans`: to follow where they fit. `refused`: told of a call that cannot be planned."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a budget is shared out for: the parts of a step that was observed, and the rest of it."""
-
-    step: ObservedStep
-    kinds: Sequence[Kind]
-    items: Sequence[Item]
-    places: Sequence[tuple[Kind, Part, nn.Module]]
-    """The kind, what was captured of it, and the submodule of each item."""
-    rest: Rest
-    moments: Sequence[Moment]
 
 
 class Parts(OneBudget):
@@ -175,7 +165,8 @@ class Parts(OneBudget):
             return call(*args, **kwargs)
         self._next_step()
         if self._is_planned:
-            return call(*args, **kwargs)
+            called = call(*args, **kwargs)
+            return called if self._followed is None else self._followed.follow(called)
         if self._step is None:
             self._tell_beginning(None)
         self.watch(filter(is_worth_looking_at, self._model.modules()))
@@ -402,10 +393,13 @@ class Parts(OneBudget):
                                       asked.moments)
         except InfeasibleBudget:
             if most > budget:
-                raise
+                if self.planned or not (self.active and asked.is_estimate and most <= NEAR * budget):
+                    raise
+                self._followed = FollowedStep(self._model.parameters(), asked.step.meter)
             self._is_planned = True
-            logger.warning("%s needs no plans: a step takes about %s bytes as it is, and the budget is %s",
-                           self._type, f"{most:,}", f"{budget:,}")
+            logger.warning("%s %s plans: a step takes about %s bytes as it is%s, and the budget is %s",
+                           self._type, "needs no" if most <= budget else "has no room for", f"{most:,}",
+                           "" if most <= budget else " (the next one is measured)", f"{budget:,}")
             for module in self.planned:
                 self._take(module)
             self.planned = []
@@ -423,14 +417,23 @@ class Parts(OneBudget):
                 kind.part.traced, kind.given = replace(kind.part.traced, tensors={}), None
         return True
 
+    def _share_measured(self, asked: Asked, followed: FollowedStep) -> None:
+        """Share the budget out once a step as it is was measured: it may fit."""
+        if followed.backward_seen:
+            self._followed, self._is_planned, known = None, False, asked.rest.plain
+            plain = min(followed.peak() or known, known)
+            self._asked = replace(asked, rest=asked.rest._replace(plain=plain), is_estimate=False)
+            self._share(self._asked, self.planning.budget.of(plain))
+
     def _measure_followed(self) -> None:
         """Before a call from outside: measure a step with plans. Where it takes more than its budget, that is
         shared out again, or a warning says so. So is it where calls have asked for more than their shares."""
         asked, followed = self._asked, self._followed
-        if asked is None or not self.planned or not (self._to_measure or self._more):
+        if asked is not None and followed is not None and not self.planned:
+            self._share_measured(asked, followed)
+        elif asked is None or not self.planned or not (self._to_measure or self._more):
             return
-        budget, peak, places = self.planning.budget.of(asked.rest.plain), None, [
-            t.device for t in self._model.parameters()]
+        budget, peak = self.planning.budget.of(asked.rest.plain), None
         if followed is not None:
             if not followed.backward_seen:      # several calls come before a backward
                 return
@@ -444,10 +447,10 @@ class Parts(OneBudget):
             self._observe_again(peak or self._peak + more, budget, "" if peak else "up to about ")
         elif peak is not None and peak > budget:
             self._share_again(asked, budget, peak)
-        if self.planning.settings.gradients == "in_place" or not places:
+        if self.planning.settings.gradients == "in_place" or not any(True for _ in self._model.parameters()):
             self._to_measure = 0
         self._followed = None if not self._to_measure else FollowedStep(
-            self._model.parameters(), None if followed is None else devices.of(places[0]).parts_meter())
+            self._model.parameters(), None if followed is None else asked.step.meter)
 
     def _observe_again(self, found: int, budget: int, about: str) -> None:
         """Observe the next step where calls need more than their shares, and the step takes too much."""
@@ -490,14 +493,14 @@ class Parts(OneBudget):
 
     def _measured(self, kind: Kind, budget: int) -> Part:
         """Return what was captured of a kind, with its schedules. `budget`: bytes that measuring may take."""
-        part, taught = kind.part, kind.taught
+        part = kind.part
         assert part is not None
         if not part.forms:
             kind.lay_out(self._settings("all"))
-        wanted = tuple(k in taught for k in range(len(part.traced.wanted)))
+        wanted = tuple(k in kind.taught for k in range(len(part.traced.wanted)))
         if not part.forms or part.traced.wanted != wanted or kind.shared - kind.known_shared:
             kind.known_shared = kind.shared
-            part.traced = replace(part.traced, wanted=wanted, settings=self._settings(taught),
+            part.traced = replace(part.traced, wanted=wanted, settings=self._settings(kind.taught),
                                   capture=with_terms(part.traced.capture, kind.shared))
             part.forms = [ways_of(part.traced, self.planning.planner, lambda blocked: budget, 1.0)]
         return part

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 from rkmate.device import MeterError
 from rkmate.device.events import stay_open
 from rkmate.device.protocol import PartsMeter, thread_of
+from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.tensors import after_backward
 
 
@@ -38,7 +40,7 @@ class FollowedStep:
         self._running, self._stretch = contextlib.ExitStack(), contextlib.ExitStack()
         self._new = [0]
         """For each stretch of the step, bytes of gradients that were new by then."""
-        self._waits_for_end = self._is_cut = False
+        self._waits_for_end = self._is_cut = self._is_closed = False
         self.backward_seen = False
         known = [p for p in parameters if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in known]
@@ -56,6 +58,29 @@ class FollowedStep:
             return
         self._stretch.enter_context(meter.part(0))
 
+    def follow(self, result: Any) -> Any:
+        """Follow the backwards of what a call has returned, and return that. Some add nothing to parameters'
+        gradients (`torch.autograd.grad`), and several may go through one call."""
+        for node in {t.grad_fn for t in tensors_in(result) if t.grad_fn is not None}:
+            node.register_prehook(self._begins)
+        return result
+
+    def _begins(self, *_: Any) -> None:
+        """A backward comes to a result."""
+        if self._is_closed or (self._waits_for_end and self.backward_seen):
+            return
+        was_seen, self.backward_seen, self._waits_for_end = self.backward_seen, True, True
+        after_backward(self._end)
+        if was_seen:                            # the stretch before has ended with its backward
+            self._go_on(self._new[-1])
+
+    def _go_on(self, new: int) -> None:
+        """Begin another stretch. `new`: bytes of gradients that are new by then."""
+        if self._meter is not None and self._may_measure():
+            self._stretch.close()
+            self._stretch.enter_context(self._meter.part(len(self._new)))
+            self._new.append(new)
+
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """A parameter has got its gradient: the next stretch begins."""
         self.backward_seen = True
@@ -67,10 +92,7 @@ class FollowedStep:
             self._without.discard(id(parameter))
             self._others = [p for p in self._others if p is not parameter]
             new += parameter.grad.nbytes
-        if self._meter is not None and self._may_measure():
-            self._stretch.close()
-            self._stretch.enter_context(self._meter.part(len(self._new)))
-            self._new.append(new)
+        self._go_on(new)
 
     def _may_measure(self) -> bool:
         return self._thread in (None, threading.get_ident())
@@ -82,7 +104,7 @@ class FollowedStep:
 
     def _give_way(self) -> None:
         """Another measurement begins: of a plan that is made in the middle of the step."""
-        self._is_cut = not self.backward_seen or self._waits_for_end
+        self._is_cut, self._is_closed = not self.backward_seen or self._waits_for_end, True
         self._stop()
 
     def _stop(self) -> None:
@@ -92,6 +114,7 @@ class FollowedStep:
 
     def close(self) -> None:
         """Measure no longer."""
+        self._is_closed = True
         for hook in self._hooks:
             hook.remove()
         self._stop()

@@ -13,10 +13,11 @@ from torch import nn
 
 from rkmate.errors import RkmateError
 from rkmate.graph.capture.structure import Structure, take_apart
-from rkmate.parts.observed_step import PartCall
-from rkmate.parts.one_budget import Part, bytes_made, is_one_operation
+from rkmate.parts.observed_step import ObservedStep, PartCall
+from rkmate.parts.one_budget import Part, Rest, bytes_made, is_one_operation
 from rkmate.pipeline.prepare import Traced, trace
 from rkmate.pipeline.settings import Settings
+from rkmate.planners.several_calls import Item, Moment
 from rkmate.runtime.guards import Guards
 from rkmate.runtime.kept_plans import attributes_in
 from rkmate.support.progress import Progress
@@ -141,6 +142,21 @@ class Kind:
     def taught(self) -> tuple[int, ...]:
         """Numbers of the outputs through which gradients came."""
         return tuple(sorted({k for _, call in self.calls for k in call.taught}))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a budget is shared out for: the parts of a step that was observed, and the rest of it."""
+
+    step: ObservedStep
+    kinds: Sequence[Kind]
+    items: Sequence[Item]
+    places: Sequence[tuple[Kind, Part, nn.Module]]
+    """The kind, what was captured of it, and the submodule of each item."""
+    rest: Rest
+    moments: Sequence[Moment]
+    is_estimate: bool = True
+    """Whether the bytes of a step as it is were not measured in a step that ran without observers."""
 
 
 def sizes_in(args: Any, kwargs: Any) -> tuple[torch.Size, ...]:

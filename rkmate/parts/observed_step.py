@@ -105,9 +105,9 @@ class ObservedStep:
     """Counts the bytes of one step, or of several that begin before the first backward."""
 
     def __init__(self, fixed: Iterable[torch.Tensor], meter: PartsMeter | None = None) -> None:
-        """`fixed`: parameters and buffers, which are there anyway. `meter`: measures the forward; None where
+        """`fixed`: parameters and buffers, which are there anyway. `meter`: measures the step; None where
         nothing does."""
-        self._meter = meter
+        self.meter = meter
         self._stretch: Any = None
         self._backward: tuple[ExitStack, int | None] | None = None
         """The run of the meter from the end of the forward on, and the only thread that may end it."""
@@ -125,7 +125,17 @@ class ObservedStep:
         self._stretches: list[tuple[PartCall | None, int, int, frozenset[int]]] = []
         """Stretches of the forward: the call of a part, what the rest held at the beginning, what parts
         held, and which."""
+        fixed = [*fixed]
         self._fixed = {k for t in fixed if (k := key_of(t)) is not None}
+        self._parameters = [weakref.ref(t) for t in fixed if t.requires_grad and t.is_leaf]
+        self._hooks: list[Any] = []
+        self._without: set[int] = set()
+        """Ids of the parameters that have no gradient yet."""
+        self._inside = 0
+        """The number of the node that runs; 0 while none does."""
+        self._stretches_of: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        """Further stretches of a node, whose backward contains another one: the number of each, and the bytes
+        of parameters' gradients that were new by then, which no budget counts."""
         self._given: set[int] = set()
         """Storages that the caller holds: arguments of the outermost call."""
         self._held: dict[int, Held] = {}
@@ -192,7 +202,7 @@ class ObservedStep:
     @contextmanager
     def _measured(self) -> Iterator[None]:
         """Measure the stretches of the forward between calls of parts: temporary memory, too."""
-        meter = self._meter
+        meter = self.meter
         if meter is None or self._depth > 1:
             yield
             return
@@ -201,7 +211,7 @@ class ObservedStep:
             running = meter.running()
             running.__enter__()
         except MeterError:                      # somebody measures, or profiles
-            self._meter = None
+            self.meter = None
             yield
             return
         error: BaseException | None = None
@@ -227,8 +237,8 @@ class ObservedStep:
                         self.early = max(self.early, level + peak)
 
     def _begin_stretch(self, call: PartCall | None = None) -> None:
-        if self._meter is not None and self._depth:
-            self._stretch = self._meter.part(len(self._stretches))
+        if self.meter is not None and self._depth:
+            self._stretch = self.meter.part(len(self._stretches))
             self._stretches.append((call, self._saved[REST] + self.unsaved,
                                     self._saved.total() - self._saved[REST], self.holding))
             self._stretch.__enter__()
@@ -446,10 +456,11 @@ class ObservedStep:
 
     def _begins(self, number: int, results: Sequence[tuple[PartCall, int]], grads: Sequence[Any]) -> None:
         self.backward_seen = True
-        if self._backward is not None and self._meter is not None:
-            self._end_stretch()
-            self._stretch = self._meter.part(number)
-            self._stretch.__enter__()
+        if self._backward is not None and self.meter is not None:
+            if not self._hooks:
+                self._watch_gradients()
+            self._enter_stretch(number)
+            self._inside = number
         for call, output in results:
             place = call.places[output]
             if 0 <= place < len(grads) and grads[place] is not None and (
@@ -458,27 +469,55 @@ class ObservedStep:
                 if (number, place) not in self._from_inside and _is_spread_out(grads[place]):
                     call.strides[output] = tuple(grads[place].stride())
 
+    def _watch_gradients(self) -> None:
+        """The backward begins: notice which parameters get new gradients."""
+        found = [p for ref in self._parameters if (p := ref()) is not None]
+        self._without = {id(p) for p in found if p.grad is None}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in found]
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """A parameter has got its gradient: inside of a node, in a backward that the node's backward
+        contains (reversible layers, reentrant checkpoints), another stretch begins."""
+        if id(parameter) not in self._without or parameter.grad is None:
+            return
+        self._without.discard(id(parameter))
+        if self._inside and self._stretch is not None:
+            stretches, number = self._stretches_of[self._inside], next(self._of_node)
+            new = stretches[-1][1] if stretches else 0
+            stretches.append((number, new + parameter.grad.nbytes))
+            self._enter_stretch(number)
+
+    def _enter_stretch(self, number: int) -> None:
+        assert self.meter is not None
+        self._end_stretch()
+        self._stretch = self.meter.part(number)
+        self._stretch.__enter__()
+
     def _measure_backward(self) -> None:
         """Measure the caller's loss, and then each node of the backward."""
-        if self._meter is None:
+        if self.meter is None:
             return
         try:
-            self._backward = stay_open(self._meter, self.finish), thread_of(self._meter)
+            self._backward = stay_open(self.meter, self.finish), thread_of(self.meter)
         except MeterError:                      # somebody measures, or profiles
             return
         self._levels.clear()
-        self._stretch = self._meter.part(_LOSS)
-        self._stretch.__enter__()
+        self._stretches_of.clear()
+        self._enter_stretch(_LOSS)
 
     def finish(self) -> None:
         """Read what was measured since the forward. Called in the next forward, or by another measurement: a
         profiler that is stopped inside of a backward runs again, as autograd restores its thread's state."""
         running, self._backward = self._backward, None
-        if running is None or self._meter is None or running[1] not in (None, threading.get_ident()):
+        while self._hooks:
+            self._hooks.pop().remove()
+        if running is None or self.meter is None or running[1] not in (None, threading.get_ident()):
             return
         self._end_stretch()
         running[0].close()
-        peaks = self._meter.peaks()
+        levels = self.meter.levels()
+        peaks = {k: max(levels[part][1] - new for part, new in ((k, 0), *self._stretches_of.get(k, ()))
+                        if part in levels) - start for k, (start, _) in levels.items()}
         if self.backward_seen:
             self.loss = peaks.get(_LOSS, self.loss)
         for number, (level, others, held) in self._levels.items():
@@ -496,7 +535,7 @@ class ObservedStep:
 
     def _ends(self, number: int, then: Sequence[tuple[int, int]], found: Sequence[Any],
               given: Sequence[Any]) -> None:
-        self.backward_seen = True
+        self.backward_seen, self._inside = True, 0
         if self._backward is not None:
             self._end_stretch()
         for taken in [p for p in self._pending if p[0] == number]:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from rkmate import device as devices
 from rkmate.device.random_state import RandomState
@@ -29,6 +30,18 @@ _INSTEAD = ("compute the inner gradient in the forward of the module that is wra
             "see 'Gradient penalties' in docs/recipes.md), on the original module, or with rkmate.dtr")
 
 
+class _Runs(nn.Module):
+    """A call of a module, for `torch.func.functional_call`."""
+
+    def __init__(self, model: nn.Module, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self.model, self._run = model, run
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call."""
+        return self._run(args, kwargs)
+
+
 class Original(NamedTuple):
     """A call without a plan."""
 
@@ -37,9 +50,11 @@ class Original(NamedTuple):
     key: Guards
     """The signature of the call."""
 
-    def outputs(self, capture: Capture, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def outputs(self, capture: Capture, tensors: Sequence[torch.Tensor],
+                parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the output tensors of the original, on the call's arguments. Raises `BackwardError` where
-        the module is no longer what it was."""
+        the module is no longer what it was. `parameters`: of the call, by name; those of
+        `torch.func.functional_call` are no longer in the module."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             given = dict(self.key.autocast)
@@ -50,7 +65,11 @@ class Original(NamedTuple):
             if now._replace(kinds=self.key.kinds, values=self.key.values) != self.key:
                 raise BackwardError("the module was changed between the forward and a backward with "
                                     f"create_graph=True, which runs the forward once more: {_INSTEAD}")
-            return take_apart(self.run(args, kwargs), result=True)[0]
+            own, model = dict(self.reader.model.named_parameters(remove_duplicate=False)), self.reader.model
+            others = {f"model.{n}": t for n, t in parameters.items() if n in own and own[n] is not t}
+            found = self.run(args, kwargs) if not others else torch.func.functional_call(
+                _Runs(model, self.run), others, (args, kwargs))
+            return take_apart(found, result=True)[0]
 
 
 class Again(NamedTuple):
@@ -98,7 +117,8 @@ class Again(NamedTuple):
             if self.draws is not None:
                 stack.enter_context(generators_at(call.env.device, self.draws))
             try:
-                outputs = self.original.outputs(self.capture, tensors)
+                outputs = self.original.outputs(self.capture, tensors, {
+                    k.partition(":")[2]: t for k, t in self.targets.items() if isinstance(t, torch.Tensor)})
             finally:
                 for buffer, value in zip(self.buffers, before, strict=True):
                     buffer.data.copy_(value)        # no new version: what was saved for a backward stands

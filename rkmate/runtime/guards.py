@@ -98,7 +98,7 @@ class ModuleReader:
     """Reads a module's guards at each call, and remembers the latest."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
         self._known: OrderedDict[Same, _AttributeReader] = OrderedDict()
         self._attributes: _AttributeReader
         self._walk: Walk | None = None
@@ -133,7 +133,7 @@ class ModuleReader:
 
     def _walked(self) -> ModuleGuards:
         """Walk over the module."""
-        modules: list[nn.Module] = [self._model]
+        modules: list[nn.Module] = [self.model]
         parts: list[Any] = []
         flags: list[Any] = []
         around = global_forward_hooks(), global_backward_hooks()
@@ -189,7 +189,7 @@ class ModuleReader:
     def _attributes_of(self, parts: Same) -> _AttributeReader:
         known = self._known.get(parts)
         if known is None:
-            known = self._known[parts] = _AttributeReader(self._model)
+            known = self._known[parts] = _AttributeReader(self.model)
             while len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         return known

@@ -70,6 +70,8 @@ class Outside(NamedTuple):
     """Calls of the step, one after the other, of which the caller has kept something."""
     again: bool = False
     """Whether a backward has gone through the call before."""
+    beside: int = 0
+    """Bytes that autograd keeps of operations from before the call which lead to the loss on another way."""
 
 
 class Measured(NamedTuple):
@@ -118,8 +120,12 @@ class OutsideWatch:
     def __init__(self, device: torch.device, model: nn.Module) -> None:
         """`model`: the gradients of its parameters are no part of a budget."""
         self._device, self._model = device, model
-        self._before = {key: storage_lives(held_part(found[0])) for key, found in _found(device).items()}
+        there = _found(device)
+        self._before = {key: storage_lives(held_part(found[0])) for key, found in there.items()}
         """Storages that were there. None of them gives its number to another one."""
+        self._made = {key for key, found in there.items() if any(
+            type(t.grad_fn).__name__.startswith("_") for t in found if t.grad_fn is not None)}
+        """Storages of what planned modules have returned."""
 
     def end(self, gradients: Sequence[torch.Tensor | None], copies: Sequence[torch.Tensor]) -> Outside:
         """Return what is there now. `gradients`: of the module's outputs, which a plan counts; `copies`: of
@@ -133,9 +139,11 @@ class OutsideWatch:
             and not any(map(is_dtensor, numbers))
         held = [held_part(found[0]) for found in new.values()]
         # What the backward of the loss has still to come to, or keeps for another one.
-        held += [held_part(t) for node in nodes for t in saved_by_node(node) if t.device == self._device]
-        sizes = {key: t.untyped_storage().nbytes() for t in held if (key := key_of(t)) not in known}
-        return Outside(sum(sizes.values()), is_usual, len(nodes))
+        saved = [held_part(t) for node in nodes for t in saved_by_node(node) if t.device == self._device]
+        sizes = {k: t.untyped_storage().nbytes() for t in (*held, *saved) if (k := key_of(t)) not in known}
+        beside = {key: t.untyped_storage().nbytes() for t in saved if t.grad_fn is not None
+                  and (key := key_of(t)) in self._before and key not in self._made}
+        return Outside(sum(sizes.values()), is_usual, len(nodes), beside=sum(beside.values()))
 
 
 class BetweenMeter:
@@ -401,6 +409,18 @@ def warn_of_row(name: str, seen: Outside, plan: Plan) -> None:
     warn(f"{_in_a_row(seen, name)}: the step takes about {together:,} bytes, and the budget is "
          f"{plan.budget_bytes:,}. A budget that is {together - plan.budget_bytes:,} bytes smaller leaves "
          "room for them")
+
+
+def warn_of_layers_beside(name: str, seen: Outside, plan: Plan) -> bool:
+    """Warn if a step takes more than its budget because of layers beside the module. Returns whether it
+    does."""
+    together = plan.peak_bytes + seen.beside
+    if seen.beside <= plan.budget_bytes // 100 or together <= plan.budget_bytes:
+        return False
+    warn(f"autograd keeps {seen.beside:,} bytes or more of layers that run before {name}, and meet it at the "
+         f"loss: the step takes about {together:,} bytes, and the budget of {name} alone is "
+         f"{plan.budget_bytes:,}. Apply rkmate to a module that contains both, or run those layers after it")
+    return True
 
 
 def of_more(usual: int) -> int:

@@ -422,6 +422,8 @@ class OpenCalls:
         self._looked: set[tuple[str, int, bool]] = set()
         """Plans and numbers of calls, before a forward and a backward, that need no second look."""
         self._told: set[int] = set()
+        self.told_beside = False
+        """Whether a warning has told of layers beside the module."""
         self._begun = self._most = 0
         """Backwards that have begun, and the most calls that were open at the beginning of any."""
 

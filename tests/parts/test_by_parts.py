@@ -611,6 +611,56 @@ def test_plans_of_frozen_parts_hold_inputs_that_other_modules_have_made() -> Non
     assert 0.99 * least <= peak(model, plainly, 0) <= least
 
 
+class Again(torch.autograd.Function):
+    """Layers whose backward computes them again, and runs a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layers: nn.Module) -> torch.Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        return layers(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layers(x).backward(grad)
+        return x.grad, None
+
+
+class Few(Layer):
+    """A layer that reads a few of the rows that it gets."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[:32] * 2)
+
+
+class Reversible(Stack):
+    def __init__(self) -> None:
+        super().__init__([Layer(wide=1), nn.Sequential(*(nn.Linear(32, 32) for _ in range(24))), Few()])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.layers[2](Again.apply(self.layers[0](self.begin(x)), self.layers[1]).repeat(4, 1))
+        return F.cross_entropy(self.head(x), y[:32])
+
+
+@pytest.mark.parametrize("share", [1.0, 0.97])
+def test_a_step_as_it_is_is_measured_before_a_budget_near_its_own_is_refused(share: float) -> None:
+    """Gradients that a backward inside of the backward adds up are in no budget, and an argument that only a
+    plan would hold is none of the step as it is."""
+    model = Reversible()
+    plain, whole = copy.deepcopy(model), peak(copy.deepcopy(model), plainly, 0)
+    applied(model, int(share * whole))
+    if share < 1:
+        with pytest.raises(rkmate.InfeasibleBudget) as error:
+            same_steps(plain, model, plainly)
+        assert 0.99 * whole < error.value.minimum_bytes <= whole
+    else:
+        same_steps(plain, model, plainly)
+        assert peak(model, plainly, 0) <= whole
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
 def test_what_the_rest_takes_in_its_backward_is_measured() -> None:
     model = Outside([Layer() for _ in range(4)], drop=0.3)
     model.scale = nn.Parameter(torch.ones(()))
@@ -641,6 +691,25 @@ def test_a_step_with_plans_that_is_over_its_budget(share: float, caplog: pytest.
             for w in warned] == [True] * (share == 0.9)
     assert (found <= int(0.7 * whole)) == (share == 0.3)
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_a_step_of_gradients_that_the_caller_asks_for_is_measured() -> None:
+    """`torch.autograd.grad` adds nothing to parameters, and several backwards go through one call."""
+    def gradients(model: nn.Module) -> None:
+        loss = model(X, Y)
+        for k in (1, 2):
+            torch.autograd.grad(k * loss, [*model.parameters()], retain_graph=k < 2)
+
+    model = Growing([Layer() for _ in range(4)], numpy=True)
+    budget = int(0.7 * measure_step(copy.deepcopy(model), lambda: gradients(model)).peak)
+    applied(model, budget)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for seed in range(8):
+            model.extra = 2 * budget if seed > 1 else 0
+            torch.manual_seed(seed)
+            gradients(model)
+    assert sum(f"and its budget is {budget:,}" in str(w.message) for w in warned) == 1
 
 
 @pytest.mark.gpu

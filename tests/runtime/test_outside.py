@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -278,6 +279,29 @@ def test_a_profiler_with_a_schedule_runs_in_the_callers_loop(wait: int) -> None:
             optimizer.step()
             profiler.step()
     assert profiler.events()
+
+
+@pytest.mark.parametrize("where", ["before", "after", "frozen"])
+def test_layers_beside_a_module_are_told_of(where: str) -> None:
+    """Their saved tensors are in memory while the module's backward runs, and in no budget of the module."""
+    model, beside = net(), net().requires_grad_(where != "frozen")
+    both = nn.ModuleList([model, beside])
+
+    def step() -> None:
+        other = beside(X) if where != "after" else None
+        made = model(X)
+        (made - (beside(X) if other is None else other)).abs().mean().backward()
+
+    rkmate.apply(model, budget=0.7, settings=rkmate.Settings(costs="analytic"), progress=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            step()
+    told = [str(w.message) for w in said if "of layers that run before Sequential" in str(w.message)]
+    assert len(told) == (where == "before")
+    if told:
+        assert measure_step(both, step).peak == pytest.approx(
+            int(re.findall(r"takes about ([\d,]+)", told[0])[0].replace(",", "")), rel=0.1)
 
 
 def in_a_row(model: nn.Module, calls: int = 4, *, anew: bool = False, turns: bool = False

@@ -207,3 +207,26 @@ def test_after_an_ordinary_backward(keeps: bool) -> None:
             found.append([p.grad.clone() for p in model.parameters()])
         model.zero_grad()
     assert not keeps or all(map(torch.equal, *found))
+
+
+def test_several_inner_steps_differentiate_the_parameters_of_their_call() -> None:
+    """MAML: each inner step calls the module with parameters that the one before has computed."""
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        fast = dict(model.named_parameters())
+        for _ in range(3):
+            loss = torch.func.functional_call(model, fast, (x,)).square().mean()
+            grads = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+            fast = {n: p - 0.1 * g for (n, p), g in zip(fast.items(), grads, strict=True)}
+        torch.func.functional_call(model, fast, (x,)).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    torch.manual_seed(0)
+    x = torch.randn(16, 8, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+    plain = copy.deepcopy(model)
+    rkmate.apply(model, budget=1.0, settings=rkmate.Settings(costs="analytic"), progress=False)
+    with pytest.warns(rkmate.RkmateWarning, match="create_graph=True runs the original's forward once more"):
+        found = step(model)
+    expected = step(plain)
+    assert len(found) == len(expected) == 4
+    torch.testing.assert_close(found, expected)
