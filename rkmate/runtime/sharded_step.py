@@ -246,7 +246,7 @@ class Observed:
         self._holding: dict[int, None] = {}
         self.calls: list[tuple[Follower, Part, Way]] = []
         """The planned calls, and what each follows."""
-        self._waits = self._is_over = False
+        self._waits = self._has_come = self._is_over = False
         give_way_by(self._give_up)
         self._next(None)
 
@@ -295,7 +295,7 @@ class Observed:
         """A backward is over. If it was that of all calls, the measurement goes on until another one begins:
         what a thread has begun, autograd's engine gives it back after this."""
         if self._holding:
-            self._waits = False
+            self._waits, self._has_come = False, True
             return
         self._end()
         give_way_by(self._give_way)
@@ -310,8 +310,11 @@ class Observed:
         if self._thread in (None, threading.get_ident()):
             self._session.close()
 
-    def close(self) -> None:
-        """End the measurement."""
+    def close(self, is_over: bool = False) -> None:
+        """End the measurement. `is_over`: no backward comes for calls that hold something still."""
+        if is_over and self._has_come:
+            self._waits = True
+            self._holding.clear()
         self._end()
         self._session.close()
 
