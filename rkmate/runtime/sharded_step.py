@@ -50,7 +50,7 @@ class Follower(PlannedModule):
         return super()._new_signature(key, args, kwargs)
 
     def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._within is None:
+        if self._within is None or not self._has_something_to_train(args, kwargs):      # a frozen layer
             return super()._run_planned(args, kwargs)
         with self._within.running(self):
             return super()._run_planned(args, kwargs)

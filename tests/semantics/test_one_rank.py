@@ -64,11 +64,15 @@ class _Growing(GPT):
 
 
 def _over_many_steps(kind: str) -> dict[str, Any]:
-    """Keep an output of a call without a backward in each step, or take more from some step on."""
+    """Keep an output of a call without a backward in each step, take more from some step on, or train the
+    last layer only."""
     model, kept, said, log = _Growing(WORDS, 32, 2), [], [], logging.Handler()
     records: list[str] = []
     log.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("rkmate").addHandler(log)
+    if kind == "frozen":
+        model.words.requires_grad_(False)
+        model.layers[0].requires_grad_(False)
     sharded(model=model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
@@ -101,7 +105,7 @@ def _over_many_steps(kind: str) -> dict[str, Any]:
 
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "least": _least, "kept": lambda rank: _over_many_steps("kept"),
-    "grown": lambda rank: _over_many_steps("grown")}
+    "grown": lambda rank: _over_many_steps("grown"), "frozen": lambda rank: _over_many_steps("frozen")}
 
 
 def test_the_smallest_budget_is_what_its_steps_take(found: Found) -> None:
@@ -110,8 +114,9 @@ def test_the_smallest_budget_is_what_its_steps_take(found: Found) -> None:
     assert mine["least"] > 0 and mine["peaks"] == [mine["least"]] * 2
 
 
-def test_outputs_that_are_kept_without_a_backward_are_part_of_a_step(found: Found) -> None:
-    mine, = found["kept"]
+@pytest.mark.parametrize("kind", ["kept", "frozen"])
+def test_a_step_shares_the_budget_with_calls_that_have_no_backward(found: Found, kind: str) -> None:
+    mine, = found[kind]
     assert "failed" not in mine, mine["failed"]
     assert mine["peak"] <= mine["budget"], mine
     assert mine["said"] == [] and mine["shared"] == 1
