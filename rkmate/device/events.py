@@ -115,10 +115,12 @@ _measuring = threading.Lock()
 _giving_way: list[tuple[Callable[[], None], int | None]] = []
 
 
-def stay_open(meter: PartsMeter, stop: Callable[[], None]) -> ExitStack:
-    """Begin a measurement that goes on between two calls of a user, and return what ends it. `stop` is called
-    when another measurement is to begin, or after a backward at an optimizer's step: the user may start a
-    profiler then.
+def stay_open(meter: PartsMeter, stop: Callable[[], None], *, at_optimizers: bool = True) -> ExitStack:
+    """Begin a measurement that goes on between two calls of a user, and return what ends it.
+
+    stop: called when another measurement is to begin, and at an optimizer's step: afterwards, the user may
+        start a profiler.
+    at_optimizers: False for a measurement that ends at the step of its own optimizer by itself.
 
     Raises:
         MeterError: something else measures, or the schedule of a profiler may start that in the meantime.
@@ -130,6 +132,8 @@ def stay_open(meter: PartsMeter, stop: Callable[[], None]) -> ExitStack:
     running = ExitStack()
     running.enter_context(meter.running())
     give_way_by(stop, thread)
+    if at_optimizers:
+        _at_optimizers.append(register_optimizer_step_pre_hook(_at_optimizer))
     return running
 
 
@@ -137,8 +141,6 @@ def give_way_by(stop: Callable[[], None], thread: int | None) -> None:
     """Set what stops the measurement that goes on. `thread`: the identifier of the only thread that can; None
     for any."""
     _giving_way[:] = [(stop, thread)]
-    if not _at_optimizers:
-        _at_optimizers.append(register_optimizer_step_pre_hook(_at_optimizer))
 
 
 _at_optimizers: list[RemovableHandle] = []
@@ -155,7 +157,7 @@ def make_way() -> None:
     """Stop a measurement that gives way, unless only another thread can."""
     while _giving_way and _giving_way[-1][1] in (None, threading.get_ident()):
         _giving_way.pop()[0]()
-    if not _giving_way and _at_optimizers:
+    while not _giving_way and _at_optimizers:
         _at_optimizers.pop().remove()
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -82,6 +83,8 @@ MANY = 64
 """Calls in one step, at most: outputs that stay alive, and for which no backward comes, hold no step open."""
 KEPT = 64
 """Signatures of the model whose plans are kept."""
+LATER = 16
+"""From this step on, steps are measured whose number is a power of two: they may take more than before."""
 _WAITS = "waits"
 """What a rank says whose gradients have not been exchanged yet."""
 _SURELY = 1.1
@@ -115,8 +118,9 @@ class Sharded(OneBudget):
         # Measuring runs in the middle of a step: there is no room for a buffer as large as the caches.
         measure = replace(planning.settings.measure, cold=planning.settings.measure.cold or False)
         # Several calls before a backward are not told of by each layer: a measured step shows them.
-        super().__init__(model, replace(planning, more_calls=lambda: None, settings=replace(
-            planning.settings, offload=None, measure=measure)))
+        super().__init__(model, replace(
+            planning, more_calls=lambda: None, calls_at_once=sys.maxsize,
+            settings=replace(planning.settings, offload=None, measure=measure)))
         self._weights = {layer: sum(p.nbytes for p in layer.parameters()) or 1 for layer in layers}
         self.units = [m for m in model.modules() if m is not model and is_sharded(m) and not any(
             m in above.modules() for above in model.modules()
@@ -246,6 +250,8 @@ class Sharded(OneBudget):
                            "take as little as is known before, which may be more than the budget", self._type)
         self._share_out(now, ranks_that_share(self._model) if self._steps == self._agreed else None)
         now.calls += 1
+        if now.calls >= LATER and not now.calls & now.calls - 1:
+            now.check_again()
         if now.calls > 1 and now.is_trained and (now.rest is None or (
                 now.checks and self._standing == self._whole_gradients)):
             self._observe(now, given)
@@ -407,16 +413,18 @@ class Sharded(OneBudget):
 
     def _steps_now(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps: maybe that of another model, while what this one has made waits."""
-        if not self._goes_on() or any(p is self._clock for g in optimizer.param_groups for p in g["params"]):
-            self._close()
+        own = any(p is self._clock for g in optimizer.param_groups for p in g["params"])
+        if own or not self._goes_on():
+            self._close(is_over=own)
 
-    def _close(self) -> None:
-        """End the observation of a step, and note what it has shown."""
+    def _close(self, is_over: bool = False) -> None:
+        """End the observation of a step, and note what it has shown. `is_over`: no backward comes for calls
+        that hold something still."""
         if self._step is None:
             return
         (signature, step), self._step = self._step, None
         self._until.remove()
-        step.close()
+        step.close(is_over)
         if signature.lacks(self._calls_of_step):
             return
         signature.note(step, any(m._exchanges.are_kept_whole for m in self._of_step),

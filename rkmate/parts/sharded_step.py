@@ -50,7 +50,7 @@ class Follower(PlannedModule):
         return super()._new_signature(key, args, kwargs)
 
     def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._within is None:
+        if self._within is None or not self._has_something_to_train(args, kwargs):      # a frozen layer
             return super()._run_planned(args, kwargs)
         with self._within.running(self):
             return super()._run_planned(args, kwargs)
@@ -236,7 +236,7 @@ class Observed:
         where something else measures."""
         self._meter, self._standing = meter, standing
         self._thread = thread_of(meter)
-        self._session = stay_open(meter, self._give_up)
+        self._session = stay_open(meter, self._give_up, at_optimizers=False)
         self._stretch = ExitStack()
         self._stretches: list[tuple[int | None, tuple[int, ...]]] = []
         """Of each stretch of the step, the number of the planned call that runs, and of those that hold."""
@@ -245,7 +245,7 @@ class Observed:
         self._holding: dict[int, None] = {}
         self.calls: list[tuple[Follower, Part, Way]] = []
         """The planned calls, and what each follows."""
-        self._waits = self._is_over = False
+        self._waits = self._has_come = self._is_over = False
         self._next(None)
 
     def _next(self, running: int | None) -> None:
@@ -293,7 +293,7 @@ class Observed:
         """A backward is over. If it was that of all calls, the measurement goes on until another one begins:
         what a thread has begun, autograd's engine gives it back after this."""
         if self._holding:
-            self._waits = False
+            self._waits, self._has_come = False, True
             return
         self._end()
         give_way_by(self._give_way, self._thread)
@@ -308,8 +308,11 @@ class Observed:
         if self._thread in (None, threading.get_ident()):
             self._session.close()
 
-    def close(self) -> None:
-        """End the measurement."""
+    def close(self, is_over: bool = False) -> None:
+        """End the measurement. `is_over`: no backward comes for calls that hold something still."""
+        if is_over and self._has_come:
+            self._waits = True
+            self._holding.clear()
         self._end()
         self._session.close()
 

@@ -187,7 +187,7 @@ def test_inside_a_profiler() -> None:
 def test_beside_a_profiler_with_a_schedule() -> None:
     """Torch ends the process where a profiler that warms up goes on after another one has run."""
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
-                                      schedule=torch.profiler.schedule(wait=1, warmup=1, active=1))
+                                      schedule=torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1))
     with profiler:
         assert measure_peak(lambda: zeros(1)).peak == KB        # the profiler waits
         with pytest.raises(MeterError, match="a profiler has a schedule"):

@@ -267,14 +267,16 @@ def test_outputs_that_a_caller_keeps_are_in_no_measurements_way() -> None:
     assert not is_profiling()
 
 
+@pytest.mark.filterwarnings("ignore:more than 100 operations follow")
 @pytest.mark.parametrize("wait", range(3))
 def test_a_profiler_with_a_schedule_runs_in_the_callers_loop(wait: int) -> None:
     model = net()
     rkmate.apply(model, budget=10**8, progress=False, settings=rkmate.Settings(costs="analytic"))
     optimizer, step = torch.optim.SGD(model.parameters(), 1e-3), stepping(model, other())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
-                                schedule=torch.profiler.schedule(wait=wait, warmup=1, active=1)) as profiler:
-        for _ in range(wait + 2):
+                                schedule=torch.profiler.schedule(wait=wait, warmup=1, active=1, repeat=1)
+                                ) as profiler:
+        for _ in range(wait + 3):
             step()
             optimizer.step()
             profiler.step()

@@ -3,11 +3,15 @@ are the same in each step, so the smallest budget that an error names is exactly
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rkmate.runtime.sharded import LATER
 
 import rkmate
 from benchmarks.ranks import GPT, sharded
@@ -46,10 +50,81 @@ def _least(rank: int) -> dict[str, Any]:
     return {}
 
 
-TASKS = {"least": _least}
+class _Growing(GPT):
+    """A model that holds further bytes next to its head."""
+
+    more = 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        held = torch.zeros(self.more, dtype=torch.uint8) if self.more else None
+        loss = super().forward(ids)
+        del held
+        return loss
+
+
+def _over_many_steps(kind: str) -> dict[str, Any]:
+    """Keep an output of a call without a backward in each step, take more from some step on, or train the
+    last layer only."""
+    model, kept, said, log = _Growing(WORDS, 32, 2), [], [], logging.Handler()
+    records: list[str] = []
+    log.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rkmate").addHandler(log)
+    if kind == "frozen":
+        model.words.requires_grad_(False)
+        model.layers[0].requires_grad_(False)
+    sharded(model=model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(k: int) -> None:
+        if kind == "kept":
+            kept.append(model(torch.randint(WORDS, (8, 32))))
+        model(torch.randint(WORDS, (8, 32))).backward()
+
+    def peak(k: int) -> int:
+        found = devices.of(torch.zeros(1)).measure_peak(lambda: step(k)).peak
+        optimizer.zero_grad()
+        return found
+
+    peak(0)
+    plain = peak(1)
+    rkmate.apply(model, budget=int(0.85 * plain), progress=False, settings=Settings(costs="analytic"))
+    for k in range(LATER + 4):
+        if kind == "grown" and k == 8:
+            model.more = plain // 8
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(k)
+        said += [str(w.message) for w in caught if w.category is rkmate.RkmateWarning]
+        optimizer.step()
+        optimizer.zero_grad()
+    logging.getLogger("rkmate").removeHandler(log)
+    return {"peak": peak(0), "plain": plain, "budget": int(0.85 * plain), "said": said,
+            "shared": sum("from this step on" in text for text in records)}
+
+
+TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "least": _least, "kept": lambda rank: _over_many_steps("kept"),
+    "grown": lambda rank: _over_many_steps("grown"), "frozen": lambda rank: _over_many_steps("frozen")}
 
 
 def test_the_smallest_budget_is_what_its_steps_take(found: Found) -> None:
     mine, = found["least"]
     assert "failed" not in mine, mine["failed"]
     assert mine["least"] > 0 and mine["peaks"] == [mine["least"]] * 2
+
+
+@pytest.mark.parametrize("kind", ["kept", "frozen"])
+def test_a_step_shares_the_budget_with_calls_that_have_no_backward(found: Found, kind: str) -> None:
+    mine, = found[kind]
+    assert "failed" not in mine, mine["failed"]
+    assert mine["peak"] <= mine["budget"], mine
+    assert mine["said"] == [] and mine["shared"] == 1
+
+
+def test_later_steps_that_take_more_are_seen(found: Found) -> None:
+    mine, = found["grown"]
+    assert "failed" not in mine, mine["failed"]
+    assert ["has taken" in text and f"{mine['budget']:,}" in text for text in mine["said"]] == [True], mine
+    assert mine["shared"] == 2
+    assert mine["peak"] <= mine["budget"], mine
