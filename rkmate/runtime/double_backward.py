@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.runtime.environment import generators_at
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.segments import Call
+from rkmate.torch_seam.dtensor import is_dtensor
 from rkmate.torch_seam.tensors import gradient_is_asked_for
 
 # A double backward (``create_graph=True``) around a planned step: gradient penalties, Hessians.
@@ -51,9 +53,9 @@ class Original(NamedTuple):
     """The signature of the call."""
 
     def outputs(self, capture: Capture, tensors: Sequence[torch.Tensor],
-                parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+                held: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the output tensors of the original, on the call's arguments. Raises `BackwardError` where
-        the module is no longer what it was. `parameters`: of the call, by name; those of
+        the module is no longer what it was. `held`: parameters and buffers of the call, by name; those of
         `torch.func.functional_call` are no longer in the module."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
@@ -65,8 +67,11 @@ class Original(NamedTuple):
             if now._replace(kinds=self.key.kinds, values=self.key.values) != self.key:
                 raise BackwardError("the module was changed between the forward and a backward with "
                                     f"create_graph=True, which runs the forward once more: {_INSTEAD}")
-            own, model = dict(self.reader.model.named_parameters(remove_duplicate=False)), self.reader.model
-            others = {f"model.{n}": t for n, t in parameters.items() if n in own and own[n] is not t}
+            model = self.reader.model
+            own = dict(chain(model.named_parameters(remove_duplicate=False),
+                             model.named_buffers(remove_duplicate=False)))
+            others = {f"model.{n}": t for n, t in held.items()
+                      if n in own and own[n] is not t and not is_dtensor(own[n])}
             found = self.run(args, kwargs) if not others else torch.func.functional_call(
                 _Runs(model, self.run), others, (args, kwargs))
             return take_apart(found, result=True)[0]
@@ -83,6 +88,8 @@ class Again(NamedTuple):
     """State of the generators before the forward; None if nothing is drawn."""
     targets: Mapping[str, torch.Tensor | int]
     """Targets of the gradients, by source key: a parameter, or the number of an input."""
+    held: Mapping[str, torch.Tensor]
+    """Parameters and buffers of the call, by name."""
     buffers: Sequence[torch.Tensor]
     """Buffers that the forward overwrites."""
     obstacle: str
@@ -117,8 +124,7 @@ class Again(NamedTuple):
             if self.draws is not None:
                 stack.enter_context(generators_at(call.env.device, self.draws))
             try:
-                outputs = self.original.outputs(self.capture, tensors, {
-                    k.partition(":")[2]: t for k, t in self.targets.items() if isinstance(t, torch.Tensor)})
+                outputs = self.original.outputs(self.capture, tensors, self.held)
             finally:
                 for buffer, value in zip(self.buffers, before, strict=True):
                     buffer.data.copy_(value)        # no new version: what was saved for a backward stands

@@ -368,6 +368,7 @@ class PlannedStep:
         def gradients(call: Call, given: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
             return Again(original, self.capture, tensors[:self.capture.inputs.count], draws,
                          {k: self.caller.inputs.get(k, sources[k]) for k in self.targets.all},
+                         {k.partition(":")[2]: t for k, t in sources.items()},
                          [sources[k] for k in self.caller.overwritten if k in self.caller.slots],
                          self._why_not_twice(), ran).gradients(call, given)
         return gradients

@@ -230,3 +230,30 @@ def test_several_inner_steps_differentiate_the_parameters_of_their_call() -> Non
     expected = step(plain)
     assert len(found) == len(expected) == 4
     torch.testing.assert_close(found, expected)
+
+
+def test_a_second_run_takes_all_that_its_call_was_given() -> None:
+    """`functional_call` with other frozen parameters and buffers than the module's."""
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained, self.frozen = nn.Linear(8, 16), nn.Linear(16, 8).requires_grad_(False)
+            self.register_buffer("scale", torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scaled: torch.Tensor = self.frozen(torch.tanh(self.trained(x))) * self.scale
+            return scaled
+
+    def step(model: nn.Module) -> torch.Tensor:
+        loss = torch.func.functional_call(model, others, (x,)).square().mean()
+        weight = model.get_parameter("trained.weight")
+        inner, = torch.autograd.grad(loss, weight, create_graph=True)
+        return torch.autograd.grad(inner.square().sum(), weight)[0]
+
+    torch.manual_seed(0)
+    x, model = torch.randn(16, 8, dtype=torch.float64), Scaled().double()
+    others = {"frozen.weight": torch.randn(8, 16).double(), "scale": torch.tensor(5.0).double()}
+    expected = step(copy.deepcopy(model))
+    rkmate.apply(model, budget=1.0, settings=rkmate.Settings(costs="analytic"), progress=False)
+    with pytest.warns(rkmate.RkmateWarning, match="create_graph=True runs the original's forward once more"):
+        torch.testing.assert_close(step(model), expected)

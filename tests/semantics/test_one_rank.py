@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rkmate.runtime.sharded import LATER
 
 import rkmate
 from benchmarks.ranks import GPT, sharded
 from rkmate import device as devices
+from rkmate.parts.sharded import LATER
 from rkmate.pipeline.settings import Settings
 from tests.semantics.ranks import Found
 
