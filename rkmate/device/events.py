@@ -9,6 +9,7 @@ are seen.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -115,12 +116,13 @@ _measuring = threading.Lock()
 _giving_way: list[tuple[Callable[[], None], int | None]] = []
 
 
-def stay_open(meter: PartsMeter, stop: Callable[[], None], *, at_optimizers: bool = True) -> ExitStack:
+def stay_open(meter: PartsMeter, stop: Callable[[], None], is_over: Callable[[], bool] | None = None
+              ) -> ExitStack:
     """Begin a measurement that goes on between two calls of a user, and return what ends it.
 
-    stop: called when another measurement is to begin, and at an optimizer's step: afterwards, the user may
-        start a profiler.
-    at_optimizers: False for a measurement that ends at the step of its own optimizer by itself.
+    stop: called when another measurement is to begin, and once all was measured at an optimizer's step:
+        afterwards, the user may start a profiler.
+    is_over: tells whether all was measured; None for a measurement that looks for its optimizer by itself.
 
     Raises:
         MeterError: something else measures, or the schedule of a profiler may start that in the meantime.
@@ -132,8 +134,8 @@ def stay_open(meter: PartsMeter, stop: Callable[[], None], *, at_optimizers: boo
     running = ExitStack()
     running.enter_context(meter.running())
     give_way_by(stop, thread)
-    if at_optimizers:
-        _at_optimizers.append(register_optimizer_step_pre_hook(_at_optimizer))
+    if is_over is not None:
+        _at_optimizers.append(register_optimizer_step_pre_hook(functools.partial(_at_optimizer, is_over)))
     return running
 
 
@@ -146,10 +148,10 @@ def give_way_by(stop: Callable[[], None], thread: int | None) -> None:
 _at_optimizers: list[RemovableHandle] = []
 
 
-def _at_optimizer(*_: object) -> None:
-    """An optimizer that steps inside of a backward stops nothing: autograd gives the thread its profiler
-    back."""
-    if not inside_backward():
+def _at_optimizer(is_over: Callable[[], bool], *_: object) -> None:
+    """An optimizer steps: maybe that of another model, or inside of a backward, which gives the thread its
+    profiler back."""
+    if is_over() and not inside_backward():
         make_way()
 
 

@@ -27,7 +27,7 @@ class FollowedStep:
     new gradients, which no budget counts.
 
     A profiler that is stopped inside of a backward runs again: autograd restores the state of its thread. So
-    it stops where the result is asked for, or where another measurement begins.
+    it stops where the result is asked for, at an optimizer's step, or where another measurement begins.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], meter: PartsMeter | None) -> None:
@@ -52,7 +52,7 @@ class FollowedStep:
         self._others = [p for p in gc.get_objects()
                         if type(p) is nn.Parameter and p.requires_grad and p.grad is None]
         try:
-            self._running = stay_open(meter, self._give_way)
+            self._running = stay_open(meter, self._give_way, self._is_over)
         except MeterError:                      # somebody measures, or profiles
             self._meter = None
             return
@@ -102,9 +102,12 @@ class FollowedStep:
         if self._may_measure():
             self._stretch.close()
 
+    def _is_over(self) -> bool:
+        return self.backward_seen and not self._waits_for_end
+
     def _give_way(self) -> None:
         """Another measurement begins: of a plan that is made in the middle of the step."""
-        self._is_cut, self._is_closed = not self.backward_seen or self._waits_for_end, True
+        self._is_cut, self._is_closed = not self._is_over(), True
         self._stop()
 
     def _stop(self) -> None:

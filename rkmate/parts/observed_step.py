@@ -498,9 +498,10 @@ class ObservedStep:
         if self.meter is None:
             return
         try:
-            self._backward = stay_open(self.meter, self.finish), thread_of(self.meter)
+            running = stay_open(self.meter, self.finish, lambda: self.backward_seen)
         except MeterError:                      # somebody measures, or profiles
             return
+        self._backward = running, thread_of(self.meter)
         self._levels.clear()
         self._stretches_of.clear()
         self._enter_stretch(_LOSS)

@@ -236,7 +236,7 @@ class Observed:
         where something else measures."""
         self._meter, self._standing = meter, standing
         self._thread = thread_of(meter)
-        self._session = stay_open(meter, self._give_up, at_optimizers=False)
+        self._session = stay_open(meter, self._give_up)
         self._stretch = ExitStack()
         self._stretches: list[tuple[int | None, tuple[int, ...]]] = []
         """Of each stretch of the step, the number of the planned call that runs, and of those that hold."""

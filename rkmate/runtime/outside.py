@@ -150,8 +150,8 @@ class BetweenMeter:
     """Measures the memory that is taken from now on until the backward of a call begins.
 
     A profiler that is stopped inside of a backward runs again afterwards: autograd restores the state of its
-    thread. So it stops when the call is gone, when the result is asked for, in the next forward, or when
-    another measurement begins: a caller may keep outputs for as long as it likes.
+    thread. So it stops when the call is gone, at an optimizer's step, when the result is asked for, in the
+    next forward, or when another measurement begins: a caller may keep outputs for as long as it likes.
     """
 
     def __init__(self, device: torch.device, call: Call) -> None:
@@ -160,7 +160,7 @@ class BetweenMeter:
         self._thread = threading.get_ident()
         self._measured = self._is_cut = False
         try:
-            self._running = stay_open(self._meter, self._give_way)
+            self._running = stay_open(self._meter, self._give_way, lambda: self._measured)
         except MeterError:                      # somebody measures, or profiles
             self._thread = -1
             return
@@ -178,7 +178,7 @@ class BetweenMeter:
         return self._meter.peaks().get(0) if self._measured else None
 
     def _give_way(self) -> None:
-        """Another measurement begins."""
+        """Another measurement begins, or an optimizer steps."""
         self._is_cut = not self._measured
         self._stop()
 

@@ -202,10 +202,12 @@ def test_beside_a_profiler_with_a_schedule() -> None:
 
 def test_what_stays_open_ends_at_an_optimizers_step() -> None:
     model, stopped = nn.Linear(2, 2), []
-    running = stay_open(device.of("cpu").parts_meter(), lambda: stopped.append(running.close()))
+    running = stay_open(device.of("cpu").parts_meter(), lambda: stopped.append(running.close()),
+                        lambda: model.weight.grad is not None)
     optimizer = torch.optim.SGD(model.parameters())
-    model(torch.randn(1, 2)).sum().backward()
+    optimizer.step()                                            # in the middle: of another model
     assert is_profiling() and not stopped
+    model(torch.randn(1, 2)).sum().backward()
     for _ in range(2):
         optimizer.step()
     assert not is_profiling() and len(stopped) == 1
