@@ -307,19 +307,31 @@ def gradients_of(model: nn.Module) -> set[int | None]:
 
 
 def _operations(begin: Sequence[Any]) -> list[Any]:
-    """Return autograd's nodes from some on, up to those of planned modules."""
+    """Return autograd's nodes from some on, up to those of planned modules, without those that lead to these
+    modules' inputs."""
     seen: set[Any] = set()
     found: list[Any] = []
+    before: list[Any] = []
     todo = list(begin)
     while todo and len(found) <= MANY:
         node = todo.pop()
         name = type(node).__name__
-        if node in seen or name == "AccumulateGrad" or name.startswith("_"):
+        if node in seen or name == "AccumulateGrad":
             continue
         seen.add(node)
-        found.append(node)
-        todo += [n for n, _ in node.next_functions if n is not None]
-    return found
+        then = [n for n, _ in node.next_functions if n is not None]
+        if name.startswith("_"):
+            before += then
+        else:
+            found.append(node)
+            todo += then
+    of_inputs: set[Any] = set()
+    while before:
+        node = before.pop()
+        if node not in of_inputs and (node in seen or type(node).__name__.startswith("_")):
+            of_inputs.add(node)
+            before += [n for n, _ in node.next_functions if n is not None]
+    return [node for node in found if node not in of_inputs]
 
 
 def is_over(seen: Outside, plan: Plan) -> bool:

@@ -283,7 +283,7 @@ def test_a_profiler_with_a_schedule_runs_in_the_callers_loop(wait: int) -> None:
     assert profiler.events()
 
 
-@pytest.mark.parametrize("where", ["before", "after", "frozen"])
+@pytest.mark.parametrize("where", ["before", "after", "frozen", "in front"])
 def test_layers_beside_a_module_are_told_of(where: str) -> None:
     """Their saved tensors are in memory while the module's backward runs, and in no budget of the module."""
     model, beside = net(), net().requires_grad_(where != "frozen")
@@ -291,7 +291,7 @@ def test_layers_beside_a_module_are_told_of(where: str) -> None:
 
     def step() -> None:
         other = beside(X) if where != "after" else None
-        made = model(X)
+        made = model(other if where == "in front" else X)
         (made - (beside(X) if other is None else other)).abs().mean().backward()
 
     rkmate.apply(model, budget=0.7, settings=rkmate.Settings(costs="analytic"), progress=False)

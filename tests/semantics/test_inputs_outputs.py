@@ -381,6 +381,7 @@ class Reading(nn.Module):
         return self.layers[0](y) + x
 
 
+@pytest.mark.filterwarnings("ignore:autograd keeps 512 bytes or more of layers that run before Reading")
 @pytest.mark.parametrize("depth", [2, 6])
 @pytest.mark.parametrize("around", ["nothing", "before", "after", "both"])
 def test_an_input_that_others_use_too(depth: int, around: str) -> None:
