@@ -124,7 +124,7 @@ class OutsideWatch:
         self._before = {key: storage_lives(held_part(found[0])) for key, found in there.items()}
         """Storages that were there. None of them gives its number to another one."""
         self._made = {key for key, found in there.items() if any(
-            type(t.grad_fn).__name__.startswith("_") for t in found if t.grad_fn is not None)}
+            type(_node_of(t)).__name__.startswith("_") for t in found)}
         """Storages of what planned modules have returned."""
 
     def end(self, gradients: Sequence[torch.Tensor | None], copies: Sequence[torch.Tensor]) -> Outside:
@@ -133,15 +133,15 @@ class OutsideWatch:
         known = {None} | self._before.keys() | gradients_of(self._model) | {
             key_of(held_part(t)) for t in (*gradients, *copies) if t is not None}
         new = {key: found for key, found in _found(self._device).items() if key not in known}
-        numbers = [t for found in new.values() for t in found if t.numel() == 1 and t.grad_fn is not None]
-        nodes = _operations([t.grad_fn for t in numbers])
+        numbers = [t for found in new.values() for t in found if t.numel() == 1 and _node_of(t) is not None]
+        nodes = _operations([_node_of(t) for t in numbers])
         is_usual = all(USUAL.match(type(node).__name__) for node in nodes) \
             and not any(map(is_dtensor, numbers))
         held = [held_part(found[0]) for found in new.values()]
         # What the backward of the loss has still to come to, or keeps for another one.
         saved = [held_part(t) for node in nodes for t in saved_by_node(node) if t.device == self._device]
         sizes = {k: t.untyped_storage().nbytes() for t in (*held, *saved) if (k := key_of(t)) not in known}
-        beside = {key: t.untyped_storage().nbytes() for t in saved if t.grad_fn is not None
+        beside = {key: t.untyped_storage().nbytes() for t in saved if _node_of(t) is not None
                   and (key := key_of(t)) in self._before and key not in self._made}
         return Outside(sum(sizes.values()), is_usual, len(nodes), beside=sum(beside.values()))
 
@@ -304,6 +304,15 @@ def _found(device: torch.device) -> dict[int, list[torch.Tensor]]:
 def gradients_of(model: nn.Module) -> set[int | None]:
     """Return the storages of the gradients of a module's parameters."""
     return {key_of(held_part(p.grad)) for p in model.parameters() if p.grad is not None}
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    """Return the node of autograd's graph that a tensor comes from; None where it has none, or does not tell:
+    views of what was written to since (parameters that FSDP1 has gathered)."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
 
 
 def _operations(begin: Sequence[Any]) -> list[Any]:
