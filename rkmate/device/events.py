@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -135,7 +136,7 @@ def stay_open(meter: PartsMeter, stop: Callable[[], None], is_over: Callable[[],
     running.enter_context(meter.running())
     give_way_by(stop, thread)
     if is_over is not None:
-        _at_optimizers.append(register_optimizer_step_pre_hook(functools.partial(_at_optimizer, is_over)))
+        running.callback(before_optimizers(functools.partial(_at_optimizer, is_over)))
     return running
 
 
@@ -145,10 +146,7 @@ def give_way_by(stop: Callable[[], None], thread: int | None) -> None:
     _giving_way[:] = [(stop, thread)]
 
 
-_at_optimizers: list[RemovableHandle] = []
-
-
-def _at_optimizer(is_over: Callable[[], bool], *_: object) -> None:
+def _at_optimizer(is_over: Callable[[], bool], _: torch.optim.Optimizer) -> None:
     """An optimizer steps: maybe that of another model, or inside of a backward, which gives the thread its
     profiler back."""
     if is_over() and not inside_backward():
@@ -159,8 +157,28 @@ def make_way() -> None:
     """Stop a measurement that gives way, unless only another thread can."""
     while _giving_way and _giving_way[-1][1] in (None, threading.get_ident()):
         _giving_way.pop()[0]()
-    while not _giving_way and _at_optimizers:
-        _at_optimizers.pop().remove()
+
+
+_calls: list[Callable[[torch.optim.Optimizer], None]] = []
+_hooks: list[RemovableHandle] = []
+
+
+def before_optimizers(call: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
+    """Call a function before each step of any optimizer, and return what ends that; the function itself may
+    end it, too. Torch's own hooks must not come or go while an optimizer goes through them."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_optimizer))
+    _calls.append(call)
+
+    def end() -> None:
+        if call in _calls:
+            _calls.remove(call)
+    return end
+
+
+def _before_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for call in tuple(_calls):
+        call(optimizer)
 
 
 @contextmanager

@@ -27,11 +27,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from rkmate import device as devices
 from rkmate.budget import Budget
+from rkmate.device.events import before_optimizers
 from rkmate.device.protocol import MeterError
 from rkmate.errors import ArgumentError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
@@ -146,8 +145,8 @@ class Sharded(OneBudget):
         self._guests: weakref.WeakSet[Sharded] = weakref.WeakSet()
         """Other models that have been called in steps of this one."""
         self._step: tuple[Signature, Observed] | None = None
-        self._until: RemovableHandle
-        """The hook that ends the measurement before an optimizer's step."""
+        self._until: Callable[[], None]
+        """Ends the look-out for an optimizer's step, before which the measurement ends."""
         self._steps, self._agreed, self._again = 0, AGREED, AGAIN
         self._exchanges, self._standing = Exchanges(model), 0
         self._number = next(_numbers)
@@ -405,7 +404,7 @@ class Sharded(OneBudget):
         place = devices.common([*self._model.parameters(), *self._model.buffers(), *tensors_in(given)])
         try:
             self._step = now, Observed(place.parts_meter(), self._whole_gradients)
-            self._until = register_optimizer_step_pre_hook(lambda optimizer, *_: self._steps_now(optimizer))
+            self._until = before_optimizers(self._steps_now)
         except MeterError as error:
             if now.rest is None:
                 self._warn_once("meter", f"the step of {self._type} cannot be measured now, and its sharded "
@@ -423,7 +422,7 @@ class Sharded(OneBudget):
         if self._step is None:
             return
         (signature, step), self._step = self._step, None
-        self._until.remove()
+        self._until()
         step.close(is_over)
         if signature.lacks(self._calls_of_step):
             return

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rkmate import device
 from rkmate.device.events import stay_open
@@ -208,9 +209,11 @@ def test_what_stays_open_ends_at_an_optimizers_step() -> None:
     optimizer.step()                                            # in the middle: of another model
     assert is_profiling() and not stopped
     model(torch.randn(1, 2)).sum().backward()
-    for _ in range(2):
-        optimizer.step()
-    assert not is_profiling() and len(stopped) == 1
+    seen: list[object] = []
+    with register_optimizer_step_pre_hook(lambda *_: seen.append(1)):       # of somebody else, behind ours
+        for _ in range(2):
+            optimizer.step()
+    assert not is_profiling() and len(stopped) == 1 and len(seen) == 2
 
 
 def test_inside_a_profiler_of_another_thread() -> None:

@@ -28,7 +28,7 @@ def _model(given: int, needed: Callable[[Rest], int]) -> Any:
     """A model with a budget of `given` bytes, whose smallest budget depends on a measurement."""
     found: Any = object.__new__(Sharded)
     found.planning = SimpleNamespace(budget=SimpleNamespace(of=lambda plain: given))
-    found._exchanges = SimpleNamespace(standing=0)
+    found._exchanges, found._guests = SimpleNamespace(standing=0), set()
     found._model, found._signatures, found._agreed, found._again = nn.Linear(1, 1), {}, AGREED, AGAIN
 
     def share(now: Signature) -> None:
