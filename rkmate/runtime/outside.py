@@ -123,8 +123,7 @@ class OutsideWatch:
         there = _found(device)
         self._before = {key: storage_lives(held_part(found[0])) for key, found in there.items()}
         """Storages that were there. None of them gives its number to another one."""
-        self._made = {key for key, found in there.items() if any(
-            type(_node_of(t)).__name__.startswith("_") for t in found)}
+        self._made = {key for key, found in there.items() if any(_is_planned(_node_of(t)) for t in found)}
         """Storages of what planned modules have returned."""
 
     def end(self, gradients: Sequence[torch.Tensor | None], copies: Sequence[torch.Tensor]) -> Outside:
@@ -315,6 +314,11 @@ def _node_of(tensor: torch.Tensor) -> Any:
         return None
 
 
+def _is_planned(node: Any) -> bool:
+    """Return whether a node of autograd's graph belongs to a planned module."""
+    return type(node).__name__.startswith("_")
+
+
 def _operations(begin: Sequence[Any]) -> list[Any]:
     """Return autograd's nodes from some on, up to those of planned modules, without those that lead to these
     modules' inputs."""
@@ -324,12 +328,11 @@ def _operations(begin: Sequence[Any]) -> list[Any]:
     todo = list(begin)
     while todo and len(found) <= MANY:
         node = todo.pop()
-        name = type(node).__name__
-        if node in seen or name == "AccumulateGrad":
+        if node in seen or type(node).__name__ == "AccumulateGrad":
             continue
         seen.add(node)
         then = [n for n, _ in node.next_functions if n is not None]
-        if name.startswith("_"):
+        if _is_planned(node):
             before += then
         else:
             found.append(node)
@@ -337,7 +340,7 @@ def _operations(begin: Sequence[Any]) -> list[Any]:
     of_inputs: set[Any] = set()
     while before:
         node = before.pop()
-        if node not in of_inputs and (node in seen or type(node).__name__.startswith("_")):
+        if node not in of_inputs and (node in seen or _is_planned(node)):
             of_inputs.add(node)
             before += [n for n, _ in node.next_functions if n is not None]
     return [node for node in found if node not in of_inputs]
