@@ -69,10 +69,13 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
     found: dict[str, tuple[Cost, ...]] = {}
     unknown: dict[str, Block] = {}
     operations = KnownOperations(partition, memory.operations(device, settings))
+    first: dict[str, Block] = {}
     for block, text in zip(partition.blocks, texts, strict=True):
+        first.setdefault(text, block)
+    for text, block in first.items():
         numbers = memory.get(text, device, settings, len(block.c))
         if numbers is None:
-            unknown.setdefault(text, block)
+            unknown[text] = block
         else:
             found[text] = numbers
             operations.add(block.c, numbers)

@@ -9,7 +9,7 @@ import inspect
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -216,9 +216,13 @@ class Prepared:
             return self.graph
         return exposed(self.graph, [b.c for b in self.partition.blocks])
 
+    @functools.cached_property
+    def of_graph(self) -> dict[Hashable, object]:
+        """What planners have computed of the `searched` graph alone (`Problem.once_of_graph`)."""
+        return {}
+
     def with_kernels(self, schedule: Schedule, room: int = 0) -> Schedule:
-        """Return the schedule with the fastest kernels that leave its peak as it is, or within `room`
-        bytes."""
+        """Return the schedule with the fastest kernels that leave its peak, or are within `room` bytes."""
         return choose_kernels(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss,
                               room=room, known=self._verdict(schedule))
 
@@ -457,8 +461,7 @@ def check_model(model: Any) -> None:
 def held_tensors(captured: Capture, model: nn.Module,
                  tensors: Sequence[torch.Tensor]) -> dict[Source, torch.Tensor]:
     """Return the tensors that the caller holds, by source. `tensors`: the inputs (`Capture.given`)."""
-    params = dict(parameters_by_path(model))
-    buffers = dict(buffers_by_path(model))
+    params, buffers = dict(parameters_by_path(model)), dict(buffers_by_path(model))
     result: dict[Source, torch.Tensor] = {}
     for source in captured.sources.values():
         if source.kind == "param":
@@ -492,10 +495,7 @@ def cost_memory() -> CostMemory:
 
 
 def _fingerprint(parts: Partition, texts: Sequence[str], wishes: Wishes) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode())
-    cd = parts.program.cd
+    digest, cd = hashlib.sha256("".join(texts).encode()), parts.program.cd
     digest.update(repr([(c.inputs, c.outputs) for c in cd.c]).encode())
     digest.update(repr((parts.block_of, parts.segments, sorted(cd.releases.items()))).encode())
     if wishes:

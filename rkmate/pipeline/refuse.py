@@ -31,7 +31,7 @@ from rkmate.pipeline.solve import Solved, lean_problem, solve
 from rkmate.pipeline.variants import CHANNELS_LAST, Variant, others
 from rkmate.planners.finish import finish
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, smallest
-from rkmate.planners.save_set import SaveSetProgram
+from rkmate.planners.save_set import SaveSetProgram, program_of
 from rkmate.planners.several_calls import smallest_steps
 from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import gc_pause
@@ -61,7 +61,7 @@ def seconds_of_any(prepared: Prepared, limit: int) -> float:
 
 
 def _program(prepared: Prepared) -> SaveSetProgram:
-    return SaveSetProgram(prepared.searched, prepared.pinned, prepared.reserve_at_loss)
+    return program_of(prepared.searched, prepared.pinned, prepared.reserve_at_loss, prepared.of_graph)
 
 
 # -- Fractions of what the model takes -------------------------------------------------------------

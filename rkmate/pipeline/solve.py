@@ -89,7 +89,7 @@ def solve_with(prepared: Prepared, sets: Sequence[OptionSet]) -> Problem:
     """Return a planner's problem, of known options."""
     return Problem(
         prepared.searched, chain_of(prepared, sets), tuple(b.c for b in prepared.partition.blocks),
-        prepared.pinned, prepared.reserve_at_loss, stages_of(prepared), prepared.regions)
+        prepared.pinned, prepared.reserve_at_loss, stages_of(prepared), prepared.regions, prepared.of_graph)
 
 
 def options_of(prepared: Prepared) -> tuple[OptionSet, ...]:

@@ -8,38 +8,40 @@ budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
 from rkmate.ir import recompute
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import Compute, Loss, Schedule, as_wished, freed_after, from_order
-from rkmate.ir.simulate import simulate
+from rkmate.ir.simulate import Simulation, simulate
 from rkmate.planners.protocol import Candidate, Problem
 
 _ROUNDS = 8
 
 
 def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[int] = (),
-           reserve_at_loss: int = 0) -> Schedule:
+           reserve_at_loss: int = 0, judge: Callable[[Schedule], Simulation] | None = None) -> Schedule:
     """Return a schedule at least as fast as `schedule`, whose simulated peak is within `budget` bytes.
 
     `schedule` itself must be within the budget. One with copies is returned as it is: what they spare is
-    spent already.
+    spent already. `judge`: a simulator of this graph that remembers what it was asked.
     """
     if schedule.copied:
         return schedule
     pinned = tuple(pinned)
+    judge = judge or partial(simulate, graph, pinned=pinned, reserve_at_loss=reserve_at_loss)
     best = without_waste(graph, schedule.order, schedule.loss_at, pinned)
-    found = simulate(graph, best, pinned=pinned, reserve_at_loss=reserve_at_loss)
+    found = judge(best)
     for _ in range(_ROUNDS):
         dropped = _keep_more(graph, best, found.timeline, budget, pinned)
         if not dropped:
             return best
         order, loss_at = without_runs(best, dropped)
         shorter = without_waste(graph, order, loss_at, pinned)
-        after = simulate(graph, shorter, pinned=pinned, reserve_at_loss=reserve_at_loss)
+        after = judge(shorter)
         if after.peak > budget:
             return best
         best, found = shorter, after
@@ -49,7 +51,7 @@ def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[
 def finished(problem: Problem, schedule: Schedule, budget: int) -> Candidate:
     """Return what `finish` makes of a schedule within the budget, with its simulated figures."""
     schedule = finish(problem.graph, schedule, budget, pinned=problem.pinned,
-                      reserve_at_loss=problem.reserve_at_loss)
+                      judge=problem.simulate)
     result = problem.simulate(schedule)
     return Candidate(schedule, result.peak, result.seconds)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from rkmate.errors import GraphError
@@ -15,6 +15,8 @@ from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.simulate import Simulation, simulate
 
 T = TypeVar("T")
+SIMULATIONS = 16
+"""Schedules whose figures a problem remembers."""
 Stages = tuple[Chain, tuple[tuple[int, ...], ...]]
 """A chain, and the C nodes of each of its blocks: forward, then backward."""
 
@@ -38,16 +40,20 @@ class Problem:
     regions: tuple[int | None, ...] = field(default=(), repr=False)
     """For each C node, the region that the program checkpoints it in, or None; empty if the program
     checkpoints nothing."""
+    of_graph: InitVar[dict[Hashable, object] | None] = None
+    """What was computed of the graph alone, and is added to (`once_of_graph`); a copy with another graph has
+    a memory of its own."""
     _memory: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
     _of_graph: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
-    """What was computed of the graph alone."""
+
+    def __post_init__(self, of_graph: dict[Hashable, object] | None) -> None:
+        if of_graph is not None:
+            object.__setattr__(self, "_of_graph", of_graph)
 
     def with_chain(self, chain: Chain) -> Problem:
         """Return the problem with other options of its blocks. What was computed of the graph alone stays
         known."""
-        made = replace(self, chain=chain)
-        made._of_graph.update(self._of_graph)
-        return made
+        return replace(self, chain=chain, of_graph=self._of_graph)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result of `make`, computed once per problem. `make` is a pure function of the problem,
@@ -65,9 +71,15 @@ class Problem:
         return self._of_graph[key]  # type: ignore[return-value]
 
     def simulate(self, schedule: Schedule) -> Simulation:
-        """Return the judge's word on a schedule."""
-        return simulate(self.graph, schedule, pinned=self.pinned,
-                        reserve_at_loss=self.reserve_at_loss)
+        """Return the judge's word on a schedule. The latest ones are remembered: several steps of a search
+        ask for one schedule."""
+        latest: dict[Schedule, Simulation] = self.once_of_graph("simulations", dict)
+        found = latest.pop(schedule, None) or simulate(
+            self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss)
+        latest[schedule] = found
+        if len(latest) > SIMULATIONS:
+            del latest[next(iter(latest))]
+        return found
 
     def schedule(self, order: Sequence[int], loss_at: int) -> Schedule:
         """Return the schedule that runs an order and frees as early as possible."""

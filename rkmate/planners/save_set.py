@@ -29,7 +29,7 @@ from __future__ import annotations
 import bisect
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -203,6 +203,8 @@ class SaveSetProgram:
         """The forward values that may be copied away; used where the graph has a link."""
         self._gradients = gradient_bytes(graph, self.pinned)
         self._programs: dict[tuple[int, ...], _Program] = {}
+        self._answers: dict[tuple[int, tuple[int, ...], float], tuple[SaveSets | None, float]] = {}
+        """What was solved to its end, with the work that it took."""
 
     def forward(self, j: int) -> bool:
         """Return whether a D node is made by a forward node: what the program chooses to keep or make anew.
@@ -235,11 +237,20 @@ class SaveSetProgram:
         `least`: seconds of what runs again at least, as known from fewer checkpoint times. `enough`: a bound,
         in seconds, that ends the solve.
         """
-        key = tuple(times)
+        key, near = tuple(times), min(NEAR[0] * self.seconds, NEAR[1] * least)
+        work = work or Work()
+        known = self._answers.get((budget, key, near))
+        if known is not None:
+            work.spent += known[1]
+            return known[0]
         if key not in self._programs:
             self._programs[key] = _Program(self, [self.graph.loss, *times])
-        return self._programs[key].solve(budget, time_limit, work,
-                                         min(NEAR[0] * self.seconds, NEAR[1] * least), enough)
+        start, before = time.perf_counter(), work.spent
+        found = self._programs[key].solve(budget, time_limit, work, near, enough)
+        cut_short = work.is_over or time.perf_counter() - start >= time_limit
+        if not cut_short and (found is None or found.bound < enough):
+            self._answers[budget, key, near] = found, work.spent - before
+        return found
 
 
 class _Program:
@@ -380,10 +391,23 @@ class SaveSet:
         return search.ask(seconds, self.work, self.enough - program.seconds)
 
 
+_PROGRAM = "save-set program"
+
+
 def save_set_program(problem: Problem) -> SaveSetProgram:
     """Return the program of a problem; it serves every budget."""
-    return problem.once_of_graph("save-set program", lambda: SaveSetProgram(
+    return problem.once_of_graph(_PROGRAM, lambda: SaveSetProgram(
         problem.graph, problem.pinned, problem.reserve_at_loss))
+
+
+def program_of(graph: CDGraph, pinned: Iterable[int], reserve_at_loss: int,
+               of_graph: dict[Hashable, object]) -> SaveSetProgram:
+    """Return the program of a graph before there is a problem. `of_graph`: the memory that its problem will
+    have; the program is added."""
+    program = of_graph.get(_PROGRAM)
+    if not isinstance(program, SaveSetProgram):
+        program = of_graph[_PROGRAM] = SaveSetProgram(graph, pinned, reserve_at_loss)
+    return program
 
 
 class _Search:

@@ -4,6 +4,7 @@ of enclosing functions, and attributes of classes."""
 from __future__ import annotations
 
 import dis
+import functools
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
@@ -104,7 +105,7 @@ def read_by_forward(kind: type, held: Iterable[Any] = ()) -> Read:
                 told |= texts
             todo += [k for k in c.co_names if k not in found.names]
             found.names.update(c.co_names)
-            found.assigned.update(i.argval for i in dis.get_instructions(c) if i.opname in _ASSIGNS)
+            found.assigned.update(_assigned_in(c))
             functions += _note_variables(found, variables, c.co_names)
             for value in map(variables.get, c.co_names):
                 if _is_of_user(value):
@@ -120,6 +121,12 @@ def read_by_forward(kind: type, held: Iterable[Any] = ()) -> Read:
 
 
 _ASSIGNS = {"STORE_ATTR", "STORE_DEREF"}
+
+
+@functools.lru_cache(maxsize=1024)
+def _assigned_in(code: CodeType) -> frozenset[str]:
+    """Return the names of attributes, and of variables of enclosing functions, that a function assigns."""
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in _ASSIGNS)
 
 
 def content_of(cell: CellType) -> Any:
