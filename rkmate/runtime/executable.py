@@ -357,7 +357,8 @@ class PlannedStep:
 
             places = caller.inputs
             connect_unplanned(call, unplanned, flat, known.unplanned, [
-                tensors[places[k]] if k in places else sources[k] for k in targets.all])
+                tensors[places[k]] if k in places else sources[k] for k in targets.all],
+                joins=additions is None and {*targets.all} <= {k for keys in targets.returned for k in keys})
         return flat
 
     def _again(self, original: Original, tensors: Sequence[torch.Tensor], sources: Held,
@@ -406,7 +407,8 @@ class PlannedStep:
                 given[i] = grad
                 del grad
         call.goes_through(given)
-        if len(given) == len(self.outputs.tangents):
+        joined, call.joined = call.joined, {}
+        if len(given) == len(self.outputs.tangents) and not joined:
             if call.spent:
                 call.env, call.spent = self._run_again(call), False
             else:
@@ -418,6 +420,8 @@ class PlannedStep:
         # The gradients of what only the others lead to have to be None, not zeros.
         call.env.clear()
         call.spent = True
+        given |= joined
+        joined.clear()
         call.ready = redo(call.rerun, given) if given and call.rerun is not None else {}
 
     def _changed(self, state: RerunState | None) -> list[str]:

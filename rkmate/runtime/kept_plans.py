@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import or_
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,7 @@ from rkmate.runtime.recorded_step import RecordedStep
 from rkmate.runtime.segments import OpenCalls
 from rkmate.runtime.snapshot import HOOKS_OF_FORWARD
 from rkmate.show.plan import Plan
+from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import COMPILED_CALL
 
 REPLACED = ("forward", "__getstate__", "_replicate_for_data_parallel", COMPILED_CALL)
@@ -175,11 +177,28 @@ class Specialization:
         self.took = self.mask
         return self.mask
 
+    def take_another_loss(self, mask: TangentMask, planned: TangentMask) -> None:
+        """Note that a loss has another tangent mask than its forward was planned for."""
+        both: TangentMask = tuple(map(or_, mask, planned))
+        self.mask = mask if both == planned else both
+        self.took = mask
+
+    def warn_of_another_loss(self, mask: TangentMask, planned: TangentMask, most: int) -> None:
+        """Warn that a forward runs a second time for it, and takes `most` bytes."""
+        both = tuple(map(or_, mask, planned))
+        alone, added = both == planned, both not in (mask, planned)
+        warn(f"the loss depends on {self.outputs_in(mask)}{' alone' if alone else ''}, which is not what "
+             f"this forward was planned for: it runs a second time, with up to {most:,} bytes on top of what "
+             "it keeps" + (", and last bits may differ where gradients of the planned outputs are added to "
+                           "these" if added else "") +
+             ". The next forward is planned for this loss (Settings(trains=...) says from the start which "
+             "outputs a loss takes)")
+
     @staticmethod
     def outputs_in(mask: TangentMask) -> str:
         """Return which outputs a loss depends on, for a message."""
         numbers = [str(i) for i, taken in enumerate(mask) if taken]
-        return f"output {', '.join(numbers)} (counted from 0)"
+        return f"output{'s' if len(numbers) > 1 else ''} {' and '.join(numbers)} (counted from 0)"
 
     @property
     def capture(self) -> Capture:

@@ -491,20 +491,14 @@ class PlanCache:
         The next forward is planned for the gradients that came.
         """
         mask = tuple(i in given for i in range(len(planned)))
-        narrower = all(b for a, b in zip(mask, planned, strict=True) if a)
-        known.mask = mask if narrower else tuple(a or b for a, b in zip(mask, planned, strict=True))
-        known.took = mask
+        known.take_another_loss(mask, planned)
         with planning_lock, torch.enable_grad():
             found = known.executables.get(mask)
             if found is None:
                 found = self._for_one_step(known, mask, kept)
         for made in (found, *known.executables.values()):
             made.compiled.loss_varies = made.compiled.keeps_overwritten = True
-        warn(
-            f"the loss depends on {known.outputs_in(mask)}{' alone' if narrower else ''}, which is not what "
-            f"this forward was planned for: it runs a second time, with up to "
-            f"{found.plan.peak_bytes:,} bytes on top of what it keeps. The next forward is planned for "
-            "this loss (Settings(trains=...) says from the start which outputs a loss takes)")
+        known.warn_of_another_loss(mask, planned, found.plan.peak_bytes)
         with torch.no_grad():
             return found.compiled.again(kept, dict(given))
 

@@ -19,7 +19,7 @@ from rkmate.runtime.environment import Additions, Environment, Kept, RerunState
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.schema import below_autograd, below_views
-from rkmate.torch_seam.tensors import base_of, is_asked_for, keeps_graph, version_of
+from rkmate.torch_seam.tensors import base_of, current_backward, is_asked_for, keeps_graph, version_of
 
 logger = logging.getLogger("rkmate")
 
@@ -39,9 +39,9 @@ WithGraph = Callable[["Call", Mapping[int, torch.Tensor]], dict[str, "torch.Tens
 class Call:
     """A forward and the backward that belongs to it."""
 
-    __slots__ = ("__weakref__", "additions", "again_with_graph", "begins", "env", "finished", "functions",
-                 "handed", "kept", "last", "next", "ready", "rerun", "retained", "spent", "targets", "token",
-                 "waiting", "went", "with_graph")
+    __slots__ = ("__weakref__", "additions", "again_with_graph", "backward", "begins", "begun", "env",
+                 "finished", "functions", "handed", "joined", "kept", "last", "next", "outputs", "ready",
+                 "rerun", "retained", "spent", "targets", "token", "waiting", "went", "with_graph")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -53,7 +53,15 @@ class Call:
         self.targets = targets
         self.next = 0
         self.went: set[int] = set()
-        """Outputs that a gradient has come for."""
+        """Outputs that a gradient has come for, in the latest backward and in those that kept no graph."""
+        self.outputs: Callable[[], Any] = lambda: None
+        """Returns the node of autograd's graph that takes the gradients of the planned outputs, while it is
+        there."""
+        self.joined: dict[int, torch.Tensor] = {}
+        """Gradients of other outputs that came first, for that node to take."""
+        self.backward = self.begun = -1
+        """The numbers of the latest backward that has come to an output, and of the latest one of that
+        node."""
         self.ready: dict[str, torch.Tensor] | None = None
         """Gradients that were found in another way: the segments only hand them out."""
         self.additions: Additions | None = None
@@ -87,6 +95,7 @@ class Call:
         Raises `BackwardError` when the backward has begun before, except where the graph was kept: the
         forward runs a second time then.
         """
+        self.begun = current_backward()
         if self.next and self.rerun is not None:
             self.env.clear()
             self.waiting.clear()
@@ -196,11 +205,23 @@ class Call:
     def goes_through(self, outputs: Iterable[int]) -> None:
         """Note that gradients have come for these outputs. Raises `BackwardError` for a second one, unless
         the backward before has kept its graph."""
-        new = set(outputs)
-        if new & self.went and not self.retained:
+        new, number = set(outputs), current_backward()
+        if number != self.backward and self.retained:
+            self.went.clear()
+        if new & self.went:
             raise BackwardError(_GONE)
         self.went |= new
-        self.retained = keeps_graph()
+        self.backward, self.retained = number, keeps_graph()
+
+    def joins(self, given: dict[int, torch.Tensor]) -> bool:
+        """Leave gradients of outputs that were not planned for to the node of the planned ones, if it is
+        going to run: then all of them go through one backward, in the original's order of additions. Return
+        whether it is."""
+        node = self.outputs()
+        if self.begun == current_backward() or self.rerun is None or node is None or not is_asked_for(node):
+            return False
+        self.joined = given
+        return True
 
     def again(self) -> RerunState:
         """Return the data that a second run needs. Raises `BackwardError` if it was released."""
@@ -320,6 +341,7 @@ class _Outputs(torch.autograd.Function):
                 outputs: list[torch.Tensor], before: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.receive = call, receive
+        call.outputs = weakref.ref(ctx)
         result = tuple(outputs)
         outputs.clear()
         ctx.mark_non_differentiable(*(result[i] for i in fixed))
@@ -343,10 +365,10 @@ class _Unplanned(torch.autograd.Function):
     """Outputs whose gradient no plan expected; its backward runs only when one comes after all."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, redo: OfUnplanned, numbers: Sequence[int], count: int,
+    def forward(ctx: Any, call: Call, redo: OfUnplanned, numbers: Sequence[int], count: int, joins: bool,
                 *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.redo, ctx.numbers, ctx.count = call, redo, numbers, count
+        ctx.call, ctx.redo, ctx.numbers, ctx.count, ctx.joins = call, redo, numbers, count, joins
         # Fresh aliases: autograd takes what comes back unchanged for an input.
         return tuple(t.detach() for t in tensors[:len(numbers)])
 
@@ -355,11 +377,17 @@ class _Unplanned(torch.autograd.Function):
         given = {n: g for n, g in zip(ctx.numbers, grads, strict=True) if g is not None}
         nothing = (None,) * len(ctx.numbers)
         if torch.is_grad_enabled():
-            return (None, None, None, None, *nothing, *ctx.call.all_with_graph(given))
+            return (*_NO_GRADIENTS, *nothing, *ctx.call.all_with_graph(given))
         ctx.call.goes_through(given)
-        results = ctx.redo(given) if given else [None] * ctx.count
+        if not given or (ctx.joins and ctx.call.joins(given)):
+            return (*_NO_GRADIENTS, *nothing, *(None,) * ctx.count)
+        results = ctx.redo(given)
         ctx.call.let_go()
-        return (None, None, None, None, *nothing, *results)
+        return (*_NO_GRADIENTS, *nothing, *results)
+
+
+_NO_GRADIENTS = (None,) * 5
+"""Of what such a function takes besides tensors."""
 
 
 _apply_unplanned = _quick_apply(_Unplanned)
@@ -385,10 +413,11 @@ def connect(call: Call, receive: Callable[[Call, list[torch.Tensor | None]], Non
 
 
 def connect_unplanned(call: Call, redo: OfUnplanned, outputs: list[torch.Tensor], numbers: Sequence[int],
-                      targets: Sequence[torch.Tensor]) -> None:
+                      targets: Sequence[torch.Tensor], joins: bool) -> None:
     """Replace the outputs of these numbers, in place, by ones whose gradient `redo` turns into
-    gradients of `targets`."""
-    found = _apply_unplanned(call, redo, numbers, len(targets), *(outputs[n] for n in numbers), *targets)
+    gradients of `targets`. `joins`: whether the planned outputs lead to all of these."""
+    found = _apply_unplanned(call, redo, numbers, len(targets), joins, *(outputs[n] for n in numbers),
+                             *targets)
     for n, t in zip(numbers, found, strict=True):
         outputs[n] = t
 

@@ -188,9 +188,14 @@ def _use_of(node: Any) -> Literal["added", "returned", "none"]:
         return "returned"
 
 
+def current_backward() -> int:
+    """Return the number of the backward that autograd's engine is running in this thread; -1 outside."""
+    return int(torch._C._current_graph_task_id())
+
+
 def inside_backward() -> bool:
     """Return whether autograd's engine is running a backward in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return current_backward() != -1
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
@@ -99,6 +100,39 @@ def test_without_it_the_first_step_runs_twice(x: torch.Tensor) -> None:
     assert len(FORWARDS) > 2
 
 
+@pytest.mark.parametrize("how", ["backward", "autograd.grad", "twice"])
+def test_the_second_run_adds_up_as_the_original(how: str) -> None:
+    """Gradients of a planned output, and of one that was not planned for, go through one backward: the first
+    step has the original's bits, too. The mean leads to all parameters, and is a likely loss."""
+    class Means(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = Tower(32, 2, 0.0)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.tower(x)
+            return y, y.mean()
+
+    def gradients(run: nn.Module) -> list[torch.Tensor]:
+        run.zero_grad()
+        y, mean = run(x)
+        loss = y.pow(2).mean() + mean
+        if how == "autograd.grad":
+            return [*torch.autograd.grad(loss, [*run.parameters()])]
+        if how == "twice":
+            loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad.clone() for p in run.parameters()]
+
+    model, x = Means(), torch.randn(64, 32)
+    module = planned(model, x)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        first = gradients(module)
+    assert any(re.search(r"on outputs 0 and 1 .* what it keeps\. The next", str(w.message)) for w in said)
+    assert all(map(torch.equal, first, gradients(model)))
+
+
 @pytest.mark.parametrize(("trains", "message"), [
     ("logits", "trains names 'logits', and the model returns no such output: there are 'out' .number 0.; "
                "'aux.0' .number 1.; 'aux.1' .number 2., which takes no gradient; 'inputs' .number 3., which"),
@@ -162,7 +196,7 @@ def test_another_loss_than_that_is_right_too() -> None:
     model, x = Heads(dropout=0.2), torch.randn(4, 8)
     module = planned(model, x, trains="left")
     assert_same_gradients(model, module, lambda run: run(x)["left"].pow(2).sum())
-    with pytest.warns(rkmate.RkmateWarning, match=r"output 1 .* a second time"):
+    with pytest.warns(rkmate.RkmateWarning, match=r"output 1 .* a second time, .*last bits may differ"):
         assert_same_gradients(model, module, lambda run: sum(t.pow(2).sum() for t in run(x).values()),
                               close=True)
 
