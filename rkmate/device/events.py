@@ -147,15 +147,20 @@ def give_way_by(stop: Callable[[], None], thread: int | None) -> None:
 
 
 def _at_optimizer(is_over: Callable[[], bool], _: torch.optim.Optimizer) -> None:
-    """An optimizer steps: maybe that of another model, or inside of a backward, which gives the thread its
-    profiler back."""
-    if is_over() and not inside_backward():
+    """An optimizer steps: maybe that of another model, or inside of a backward."""
+    if is_over():
         make_way()
 
 
+def waits_for_backward() -> bool:
+    """Return whether a measurement that goes on cannot give way before the backward that runs is over."""
+    return inside_backward() and _measuring.locked()
+
+
 def make_way() -> None:
-    """Stop a measurement that gives way, unless only another thread can."""
-    while _giving_way and _giving_way[-1][1] in (None, threading.get_ident()):
+    """Stop a measurement that gives way, unless only another thread can, or a backward runs: that gives its
+    thread the profiler back, which nothing could stop any more."""
+    while _giving_way and not inside_backward() and _giving_way[-1][1] in (None, threading.get_ident()):
         _giving_way.pop()[0]()
 
 

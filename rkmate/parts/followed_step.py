@@ -19,6 +19,7 @@ from rkmate.device import MeterError
 from rkmate.device.events import stay_open
 from rkmate.device.protocol import PartsMeter, thread_of
 from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.dtensor import bytes_held
 from rkmate.torch_seam.tensors import after_backward
 
 
@@ -91,7 +92,7 @@ class FollowedStep:
         if id(parameter) in self._without and parameter.grad is not None:
             self._without.discard(id(parameter))
             self._others = [p for p in self._others if p is not parameter]
-            new += parameter.grad.nbytes
+            new += bytes_held(parameter.grad)
         self._go_on(new)
 
     def _may_measure(self) -> bool:
@@ -127,7 +128,7 @@ class FollowedStep:
         self.close()
         if self._meter is None or self._is_cut or not self.backward_seen:
             return None
-        others = sum(p.grad.nbytes for p in self._others if p.grad is not None)
+        others = sum(bytes_held(p.grad) for p in self._others if p.grad is not None)
         found = self._meter.levels()
         start = found[0][0]
         return max(peak - start - self._new[number] for number, (_, peak) in found.items()) - others

@@ -24,6 +24,7 @@ from rkmate.device.events import stay_open
 from rkmate.device.protocol import MeterError, PartsMeter, thread_of
 from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.dtensor import bytes_held
 from rkmate.torch_seam.tensors import key_of
 
 _MADE = 5
@@ -291,8 +292,8 @@ class ObservedStep:
             key = key_of(t)
             if key is not None and not self._is_known(key):
                 self.outputs += t.untyped_storage().nbytes()
-            if t.requires_grad and t.nbytes > _SCALAR:
-                taught += t.nbytes
+            if t.requires_grad and bytes_held(t) > _SCALAR:
+                taught += bytes_held(t)
         self._follow([(t.grad_fn, t.output_nr) for t in found if t.grad_fn is not None],
                      {t.grad_fn for t in tensors_in(given)} - {None})
         level = self._saved[REST] + self.unsaved + self.outputs
@@ -484,7 +485,7 @@ class ObservedStep:
         if self._inside and self._stretch is not None:
             stretches, number = self._stretches_of[self._inside], next(self._of_node)
             new = stretches[-1][1] if stretches else 0
-            stretches.append((number, new + parameter.grad.nbytes))
+            stretches.append((number, new + bytes_held(parameter.grad)))
             self._enter_stretch(number)
 
     def _enter_stretch(self, number: int) -> None:

@@ -37,7 +37,7 @@ from rkmate.runtime.segments import Call, saved_by
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.dtensor import dtensor_types, held_part, is_dtensor
-from rkmate.torch_seam.tensors import key_of, saved_by_node, storage_lives, version_of
+from rkmate.torch_seam.tensors import inside_backward, key_of, saved_by_node, storage_lives, version_of
 
 USUAL = re.compile(
     r"^(Nll|LogSoftmax|Mse|SmoothL1|Huber|BinaryCrossEntropy|View|UnsafeView|ReshapeAlias|Transpose|T|Permute|"
@@ -182,7 +182,7 @@ class BetweenMeter:
         self._stop()
 
     def _stop(self) -> None:
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread and not inside_backward():
             self._part.close()
             self._running.close()
 

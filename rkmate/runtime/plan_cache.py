@@ -18,6 +18,7 @@ from torch import nn
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
 from rkmate.device import MeterError
+from rkmate.device.events import waits_for_backward
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.capture import Capture
@@ -505,8 +506,13 @@ class PlanCache:
     def _for_one_step(self, known: Specialization, mask: TangentMask, kept: RerunState) -> Executable:
         traced = replace(known.traced, wanted=mask, tensors={s: kept.sources[source_key(s)].detach()
                          for s in known.capture.sources.values() if s.kind != "tangent"})
+        waits = waits_for_backward()
+        if waits:                       # the next forward plans with measured costs
+            traced = replace(traced, settings=replace(traced.settings, costs="analytic"))
         try:
-            found = known.executables[mask] = self._executable(traced, self.planning.budget)
+            found = self._executable(traced, self.planning.budget)
+            if not waits:
+                known.executables[mask] = found
             return found
         except InfeasibleBudget as error:
             # It is not kept: no forward follows a plan over its budget.

@@ -39,9 +39,9 @@ WithGraph = Callable[["Call", Mapping[int, torch.Tensor]], dict[str, "torch.Tens
 class Call:
     """A forward and the backward that belongs to it."""
 
-    __slots__ = ("__weakref__", "additions", "again_with_graph", "backward", "begins", "begun", "env",
-                 "finished", "functions", "handed", "joined", "kept", "last", "next", "outputs", "ready",
-                 "rerun", "retained", "spent", "targets", "token", "waiting", "went", "with_graph")
+    __slots__ = ("__weakref__", "additions", "again_with_graph", "arrived", "backward", "begins", "begun",
+                 "env", "finished", "functions", "handed", "joined", "kept", "last", "next", "outputs",
+                 "ready", "rerun", "retained", "spent", "targets", "token", "waiting", "went", "with_graph")
 
     def __init__(self, env: Environment, functions: Sequence[Function], last: int,
                  targets: Sequence[Sequence[str]]) -> None:
@@ -59,9 +59,9 @@ class Call:
         there."""
         self.joined: dict[int, torch.Tensor] = {}
         """Gradients of other outputs that came first, for that node to take."""
-        self.backward = self.begun = -1
-        """The numbers of the latest backward that has come to an output, and of the latest one of that
-        node."""
+        self.backward = self.begun = self.arrived = -1
+        """The numbers of the latest backward that has come to an output, of the latest one of that node, and
+        of the latest one that `begins` was told of."""
         self.ready: dict[str, torch.Tensor] | None = None
         """Gradients that were found in another way: the segments only hand them out."""
         self.additions: Additions | None = None
@@ -104,13 +104,19 @@ class Call:
             raise BackwardError(_GONE)
         if self.additions is not None:
             self.additions.check()
-        if self.begins is not None:
-            self.begins(grads)
+        self.arrive(grads)
         try:
             receive()
         except BaseException:
             self._interrupt()
             raise
+
+    def arrive(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """The first gradients of a backward come, for these or for other outputs."""
+        if self.arrived != current_backward():
+            self.arrived = current_backward()
+            if self.begins is not None:
+                self.begins(grads)
 
     def run(self, number: int) -> list[Any]:
         """Run one segment of the backward: parameter gradients, then (last segment) input gradients. One that
@@ -381,6 +387,8 @@ class _Unplanned(torch.autograd.Function):
         ctx.call.goes_through(given)
         if not given or (ctx.joins and ctx.call.joins(given)):
             return (*_NO_GRADIENTS, *nothing, *(None,) * ctx.count)
+        if not ctx.call.next:
+            ctx.call.arrive(grads)
         results = ctx.redo(given)
         ctx.call.let_go()
         return (*_NO_GRADIENTS, *nothing, *results)

@@ -15,6 +15,7 @@ from torch import nn
 
 from rkmate.torch_seam.containers import pytree, tensors_in
 from rkmate.torch_seam.modules import parameters_of
+from rkmate.torch_seam.tensors import parts_of_sparse
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,9 @@ def held_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_held(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor that this rank holds: of a DTensor, those of its local part."""
-    return held_part(tensor).nbytes
+    """Return the bytes of a tensor that this rank holds: of a DTensor, those of its local part; of a sparse
+    one, those of its values and indices."""
+    return sum(part.nbytes for part in parts_of_sparse(held_part(tensor)))
 
 
 # -- While a model is traced --------------------------------------------------------------------

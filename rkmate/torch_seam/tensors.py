@@ -59,6 +59,21 @@ def key_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+_PARTS_OF_SPARSE: dict[torch.layout, tuple[Callable[[Any], torch.Tensor], ...]] = {
+    torch.sparse_coo: (lambda t: t._indices(), lambda t: t._values()),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), (
+        lambda t: t.crow_indices(), lambda t: t.col_indices(), lambda t: t.values())),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), (
+        lambda t: t.ccol_indices(), lambda t: t.row_indices(), lambda t: t.values())),
+}
+
+
+def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that a sparse one is made of; a dense one alone."""
+    parts = _PARTS_OF_SPARSE.get(tensor.layout)
+    return (tensor,) if parts is None else tuple(part(tensor) for part in parts)
+
+
 def storage_lives(tensor: torch.Tensor) -> Callable[[], bool]:
     """Return a function that tells whether a tensor's storage still lives. Until the function is gone, no
     other storage has its number."""

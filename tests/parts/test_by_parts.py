@@ -273,6 +273,17 @@ class Frozen(Stack):
         return F.cross_entropy(self.head(x), y)
 
 
+class Words(Stack):
+    """An embedding whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__([Layer() for _ in range(4)])
+        self.words = nn.Embedding(64, 32, sparse=True)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.words(y), y)
+
+
 def plainly(model: nn.Module) -> torch.Tensor:
     loss: torch.Tensor = model(X, Y)
     return loss
@@ -322,7 +333,7 @@ def train(model: nn.Module, step: Step, seed: int) -> dict[str, Any]:
     loss = step(model)
     loss.backward()
     return {"loss": loss.detach(), "draws": torch.get_rng_state(), "numpy": np.random.rand(),
-            **{n: p.grad for n, p in model.named_parameters()},
+            **{n: None if p.grad is None else p.grad.to_dense() for n, p in model.named_parameters()},
             **{n: b for n, b in model.named_buffers() if not b.is_sparse}}
 
 
@@ -366,6 +377,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Step, float, list[str]]] = {
     "several backwards of one call": (lambda: Implicit([Looking(), *(Layer() for _ in range(4))]), plainly,
                                       0.7, [f"layers.{k}" for k in range(1, 5)]),
     "a sparse buffer": (Mixed, plainly, 0.7, [f"layers.{k}" for k in range(3)]),
+    "a sparse gradient": (Words, plainly, 0.6, [f"layers.{k}" for k in range(4)]),
     "layers that hand on results": (lambda: Handing([Numbered(k) for k in range(4)]), plainly, 0.7,
                                     [f"layers.{k}" for k in range(4)]),
     "methods": (Coder, by_methods, 0.6, ["encoder", "decoder"]),

@@ -17,11 +17,13 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.comparison.measured import loss_of
+from rkmate.device.events import make_way
 from rkmate.graph.capture.structure import take_apart
 from rkmate.measure.step import measure_peak
 from rkmate.pipeline.loss import chosen_outputs
 from rkmate.pipeline.settings import checked_trains
 from rkmate.runtime.executable import PlannedStep
+from rkmate.torch_seam.memory import is_profiling
 from tests.capturing import captured_once
 from tests.semantics.steps import Heads, Tower, assert_same_gradients, planned
 
@@ -190,6 +192,37 @@ def test_losses_that_take_turns_have_a_plan_each(x: torch.Tensor) -> None:
             before = again.call_count
             assert_same_gradients(model, module, lambda run, k=step: turns[k % 3](run(x)))
         assert 0 < again.call_count == before
+
+
+def test_another_loss_in_a_step_that_is_measured() -> None:
+    """A backward that runs while the memory of the loss is measured cannot stop that: the second run of its
+    forward is planned with estimates, is no part of the loss, and leaves no profiler behind."""
+    class Stages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.towers = nn.ModuleList(Tower(32, 1, 0.0) for _ in range(3))
+            self.heads = nn.ModuleList(nn.Linear(32, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            outs = []
+            for tower, head in zip(self.towers, self.heads, strict=True):
+                x = tower(x)
+                outs.append(head(x))
+            return outs
+
+    x = torch.randn(256, 32)
+    module = rkmate.wrap(Stages(), (x,), budget=0.8, progress=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for k in range(4):
+            loss = sum(out.pow(2).mean() for out in module(x)[:1 + k % 3])
+            loss.backward()
+    words = [str(w.message) for w in said]
+    assert any("a second time" in w for w in words)
+    assert not any("cannot be measured" in w or "no plan keeps" in w for w in words)
+    del loss
+    make_way()
+    assert not is_profiling()
 
 
 def test_another_loss_than_that_is_right_too() -> None:
