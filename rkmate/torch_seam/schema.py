@@ -12,7 +12,8 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.utils.flop_counter import flop_registry
 
-TRACED_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+TRACED_KEYS = (DispatchKey.Autograd, _COMPOSITE)
 """Dispatch keys of the kernels that decompose an operator while it is traced."""
 
 
@@ -48,7 +49,8 @@ def python_kernels_replaced(kernels: Mapping[OpOverload, Callable[..., Any] | No
     before = {operator: dict(operator.py_kernels) for operator in kernels}
     for operator, kernel in kernels.items():
         for key in TRACED_KEYS:
-            had = operator.py_kernels.pop(key, None) is not None
+            had = operator.py_kernels.pop(key, None) is not None or (
+                key is _COMPOSITE and operator.has_kernel_for_dispatch_key(key))
             if kernel is not None and (had or below_autograd or key is DispatchKey.Autograd):
                 operator.py_kernels[key] = kernel
         operator._dispatch_cache.clear()
@@ -59,6 +61,11 @@ def python_kernels_replaced(kernels: Mapping[OpOverload, Callable[..., Any] | No
             operator.py_kernels.clear()
             operator.py_kernels.update(old)
             operator._dispatch_cache.clear()
+
+
+def composed(operator: OpOverload, *args: Any) -> Any:
+    """Call what torch composes an operator of, in C++, whatever kernel in Python there is for it."""
+    return operator._op_dk(_COMPOSITE, *args)
 
 
 def without_python_kernels() -> Any:

@@ -16,6 +16,7 @@ from tests.models.sample import Sample
 from tests.semantics.steps import planned, tightest
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
+WEIGHTS = torch.rand(4, generator=torch.Generator().manual_seed(1))
 
 
 class _Model(nn.Module):
@@ -64,6 +65,8 @@ TRACED_OTHERWISE: dict[str, Operation] = {
     "product of all": lambda h: h[0, 0, 0].prod(),
     "cumulated product": lambda h: h.cumprod(1),
     "cumulated product with zeros": lambda h: h.relu().cumprod(1),
+    "cross entropy, smoothed, with weights, some targets ignored": lambda h: F.cross_entropy(
+        h, torch.arange(128).view(2, 8, 8) * 7 % 5 - 1, WEIGHTS, ignore_index=-1, label_smoothing=0.1),
     "dropout of an odd rate": lambda h: F.dropout(h, 0.15),
     "dropout of everything": lambda h: F.dropout(h, 1.0),
     "attention dropout of an odd rate": lambda h: F.scaled_dot_product_attention(h, h, h,

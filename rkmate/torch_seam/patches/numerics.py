@@ -194,13 +194,41 @@ def _bernoulli(x: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | 
     return torch.ops.rkmate.bernoulli(x, p) if generator is None else NotImplemented
 
 
+def _weight_of_targets(weight: torch.Tensor, target: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
+    return weight.gather(0, target.masked_select(~ignored)).sum()
+
+
+register((OwnOperator("weight_of_targets(Tensor weight, Tensor target, Tensor ignored) -> Tensor",
+                      _weight_of_targets, shape=lambda weight, *_: weight.new_empty(())),))
+
+
+def _cross_entropy(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None,
+                   reduction: int = 1, ignore_index: int = -100, label_smoothing: float = 0.0
+                   ) -> torch.Tensor:
+    """The mean with weights and smoothing, as eager mode computes it: it adds up the weights of the targets
+    that count, where a trace adds zeros for the others, in another order."""
+    if weight is None or reduction != 1 or not label_smoothing or target.is_floating_point() \
+            or weight.requires_grad:
+        result: torch.Tensor = schema.composed(
+            aten.cross_entropy_loss.default, x, target, weight, reduction, ignore_index, label_smoothing)
+        return result
+    dim = min(1, x.dim() - 1)
+    log = x.log_softmax(dim)
+    likely: torch.Tensor = aten.nll_loss_nd(log, target, weight, reduction, ignore_index)
+    smooth = -(log * weight.view([-1 if k == dim else 1 for k in range(x.dim())])).sum(dim)
+    ignored = target == ignore_index
+    whole = torch.ops.rkmate.weight_of_targets(weight, target, ignored)
+    mean: torch.Tensor = smooth.masked_fill_(ignored, 0.0).sum() / whole
+    return mean * (label_smoothing / x.shape[dim]) + likely * (1 - label_smoothing)
+
+
 WRITTEN_ANEW: dict[Any, Callable[..., Any]] = {aten.bernoulli.p: _bernoulli}
 """Operations that a trace makes of writes in place, with the layout of what was written to."""
 
 
 _OWN: dict[Any, Callable[..., Any]] = {
     aten.prod.default: _prod_all, aten.prod.dim_int: _prod_dim, aten.cumprod.default: _cumprod,
-    aten.dropout.default: _dropout}
+    aten.dropout.default: _dropout, aten.cross_entropy_loss.default: _cross_entropy}
 _DECOMPOSED = ("softshrink", "hardshrink", "multi_margin_loss", "multilabel_margin_loss_forward",
                *(f"{exact}{kind}" for exact in ("upsample_", "_upsample_") for kind in (
                    "nearest1d", "nearest2d", "nearest3d", "nearest_exact1d", "nearest_exact2d",
