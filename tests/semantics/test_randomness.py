@@ -40,6 +40,44 @@ def test_a_seed_gives_the_same_run_at_every_budget(kind: type[nn.Module]) -> Non
             assert_same_gradients(model, module, lambda run: run(x).pow(2).sum(), seed=seed)
 
 
+def _seeded(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    return x + torch.rand(16)
+
+
+def _forked(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=()):
+        return x + torch.rand(16)
+
+
+def _twice_the_same(x: torch.Tensor) -> torch.Tensor:
+    state = torch.get_rng_state()
+    x = x + torch.rand(16)
+    torch.set_rng_state(state)
+    return x + torch.rand(16)
+
+
+def _seeds_at_the_end(x: torch.Tensor) -> torch.Tensor:
+    x = x + torch.rand(16)
+    torch.manual_seed(3)
+    return x
+
+
+@pytest.mark.parametrize("draw", [_seeded, _forked, _twice_the_same, _seeds_at_the_end])
+def test_a_forward_that_sets_a_generator_is_refused(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A plan would draw other numbers each time, and leave the generator elsewhere."""
+    class Seeding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.layer(draw(x)), 0.1)
+
+    with pytest.raises(rkmate.CaptureError, match="Seeding sets the state of a random generator"):
+        planned(Seeding(), torch.randn(8, 16, generator=torch.Generator().manual_seed(0)))
+
+
 def test_something_random_is_recomputed() -> None:
     """Else the tests above would show nothing."""
     x = torch.randn(32, 16)

@@ -55,6 +55,7 @@ from rkmate.torch_seam.patches.modules import (
 from rkmate.torch_seam.patches.numerics import (
     as_eager_computes,
     checks_by_value_refused,
+    seeds_refused,
     zeros_with_memory,
 )
 from rkmate.torch_seam.patches.recurrent import (
@@ -205,6 +206,9 @@ PATCHES = (
           "An operation that checks the values of its result may raise. A plan cannot: torch 2.11 and 2.12 "
           "silently drop the check of a linear solver, and 2.15 that of a distribution. Therefore both are "
           "refused.", checks_by_value_refused, ("2.11", "2.12", "2.13", "2.14", "2.15")),
+    Patch("seeds",
+          "A forward that sets the state of a random generator does so once, in the trace, and no plan "
+          "repeats it. It is refused.", seeds_refused, ()),
     Patch("collectives",
           "Functions of torch.distributed write to their arguments, where neither autograd nor a trace sees "
           "it: a trace runs functional collectives instead, which are operations of the plan. Other ways to "
