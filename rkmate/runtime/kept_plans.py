@@ -27,7 +27,8 @@ from rkmate.runtime.snapshot import HOOKS_OF_FORWARD
 from rkmate.show.plan import Plan
 from rkmate.torch_seam.modules import COMPILED_CALL
 
-REPLACED = ("forward", "__getstate__", "_replicate_for_data_parallel", COMPILED_CALL)
+REPLACED = ("forward", "__getstate__", "__deepcopy__", "__reduce_ex__", "_replicate_for_data_parallel",
+            COMPILED_CALL)
 """The attributes of a module that `rkmate.apply` replaces."""
 _NODE_BYTES = 3 << 10
 """Bytes of a node of a captured graph with its fake tensor, rounded up."""
