@@ -20,7 +20,7 @@ from rkmate.pipeline.sizes import KnownPlan
 from rkmate.runtime.executable import PlannedStep
 from rkmate.runtime.guards import Guards
 from rkmate.runtime.lengths import Member
-from rkmate.runtime.outside import LOOKS, MANY, Outside, Shown, is_over, warn_of_layers_beside, warn_of_others
+from rkmate.runtime.outside import LOOKS, MANY, Outside, Shown, is_over, warn_of_other_layers, warn_of_others
 from rkmate.runtime.recorded_step import RecordedStep
 from rkmate.runtime.segments import OpenCalls
 from rkmate.runtime.snapshot import HOOKS_OF_FORWARD
@@ -140,7 +140,7 @@ class Specialization:
         """Note what a step has shown outside of its plan. `opened`: of its calls, were open then."""
         plan, host, ready.looks = ready.plan, devices.of(ready.compiled.device).host, LOOKS
         if opened == 1 and not calls.told_beside:
-            calls.told_beside = warn_of_layers_beside(self.traced.name, seen, plan)
+            calls.told_beside = warn_of_other_layers(self.traced.name, seen, plan)
         if seen.again:
             if is_over(seen._replace(held=seen.held - self.traced.outside), plan):
                 found = seen if self.outside == Outside() else self.outside
