@@ -289,8 +289,8 @@ class PlannedModule(StandIn):
                             "in docs/recipes.md)")
         self._unusual.ask("backwards with create_graph=True run the original's forward of "
                           f"{type(self._original).__name__} once more",
-                          "Compute inner gradients inside of the module, or apply rkmate to one that contains "
-                          "the whole step")
+                          "Compute inner gradients inside of the module, or apply rkmate to a module that "
+                          "contains the whole step")
         return self._run_original(args, kwargs)
 
     def _run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
