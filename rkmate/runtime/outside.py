@@ -22,7 +22,7 @@ import re
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import compress
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -127,12 +127,15 @@ class OutsideWatch:
         there = _found(device)
         self._before = {key: storage_lives(held_part(found[0])) for key, found in there.items()}
         """Storages that were there. None of them gives its number to another one."""
-        self._made = {key for key, found in there.items() if any(_is_planned(_node_of(t)) for t in found)}
-        """Storages of what planned modules have returned."""
+        self._made = {key for key, found in there.items() if any(
+            _is_planned(_node_of(t)) or (t.requires_grad and t.is_leaf) for t in found)}
+        """Storages of what planned modules have returned, or hold, and of parameters."""
 
-    def end(self, gradients: Sequence[torch.Tensor | None], copies: Sequence[torch.Tensor]) -> Outside:
+    def end(self, gradients: Sequence[torch.Tensor | None], copies: Sequence[torch.Tensor],
+            own: Iterable[torch.Tensor]) -> Outside:
         """Return what is there now. `gradients`: of the module's outputs, which a plan counts; `copies`: of
-        what its forward has left."""
+        what its forward has left; `own`: what the call holds, its inputs included."""
+        self._made.update(key for t in own if (key := key_of(held_part(t))) is not None)
         known = {None} | self._before.keys() | gradients_of(self._model) | {
             key_of(held_part(t)) for t in (*gradients, *copies) if t is not None}
         new = {key: found for key, found in _found(self._device).items() if key not in known}
