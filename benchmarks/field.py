@@ -18,7 +18,7 @@ Rows are appended to ``--rows FILE`` (JSON, one row a line; benchmarks/field.jso
 there is not run again. ``--write`` makes docs/field.md of that file. The scenarios are rows of a table
 (`field_scenarios.py`, `field_architectures.py`, `field_newer.py`, `field_text.py`, `field_vision.py`,
 `field_sound.py`, `field_loops.py`, `field_losses.py`, `field_tuning.py`, `field_further.py`,
-`field_more.py`).
+`field_more.py`, `field_latest.py`).
 
 Usage: python benchmarks/field.py --libraries torch peft --names llama
 """
@@ -44,6 +44,7 @@ import torch
 from beside import add_row, read_rows
 from field_architectures import SCENARIOS as MORE
 from field_further import SCENARIOS as FURTHER
+from field_latest import SCENARIOS as LATER
 from field_loops import SCENARIOS as LOOPS
 from field_losses import SCENARIOS as LOSSES
 from field_more import SCENARIOS as LATEST
@@ -62,7 +63,7 @@ from rkmate.measure.step import measure_step
 PAGE, ROWS = DOCS / "field.md", Path(__file__).with_name("field.jsonl")
 SCENARIOS = tuple(sorted((
     *FIRST, *MORE, *NEWER, *TEXT, *VISION, *SOUND, *LOOPS, *LOSSES, *TUNING, *FURTHER,
-    *LATEST), key=lambda s: [
+    *LATEST, *LATER), key=lambda s: [
     r.library for r in FIRST].index(s.library) if any(r.library == s.library for r in FIRST) else len(FIRST)))
 STEPS = 3
 """Training steps of each of the two runs."""

@@ -209,7 +209,7 @@ ROWS: tuple[tuple[str, str, str, dict[str, Any], str, float], ...] = (
         "num_attention_heads": 2}, "image", 0.6),
     ("levit", "LevitForImageClassification", "Levit", {
         "image_size": 64, "hidden_sizes": [16, 32, 48], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1],
-        "key_dim": [8, 8, 8]}, "large image", 0.6),
+        "key_dim": [8, 8, 8]}, "large image", 0.7),
     ("timesformer", "TimesformerForVideoClassification", "Timesformer", {**VISION, "num_frames": 4},
      "filmed", 0.6),
     ("vjepa2", "VJEPA2Model", "VJEPA2", {

@@ -131,8 +131,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
 
     Its class, attributes, state dictionary, ``save_pretrained``, ``generate`` and adapters do not change; its
     calls follow a plan if gradients are recorded. A call is planned as a whole, with the module's hooks, and
-    with a forward that a library has set on the module. Copies and pickles of the module have no plan: call
-    `apply` on them, too.
+    with a forward that a library has set on the module. Deep copies of the module keep to the same budget;
+    pickles have no plan: call `apply` on what is loaded.
 
     Args:
         model: the module to train. `remove` undoes `apply`; a second `apply` replaces the first. If the model

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rkmate import device as devices
-from rkmate.api import checked_sample, wrap
+from rkmate.api import checked_sample, remove, wrap
 from rkmate.comparison.measured import loss_of
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import ArgumentError
@@ -185,7 +185,7 @@ def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def _copied(model: nn.Module) -> nn.Module:
     try:
-        return copy.deepcopy(model)
+        return remove(copy.deepcopy(model))
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(f"{type(model).__name__} cannot be copied (copy.deepcopy), so a plain and a "
                             f"planned copy cannot be trained side by side: {error}") from error

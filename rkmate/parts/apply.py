@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from multiprocessing.context import get_spawning_popen
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -60,8 +63,9 @@ from rkmate.torch_seam.modules import (
 _M = TypeVar("_M", bound=nn.Module)
 Refused = Callable[[RkmateError], bool]
 """Told why a call cannot be planned. Returns whether it runs as it is."""
-_PUT = REPLACED[:3]
+_PUT = REPLACED[:-1]
 """The methods that a planned module has of its own."""
+logger = logging.getLogger("rkmate")
 _thread = threading.local()
 """For each thread, the planned parts that it is inside of: what runs there was planned."""
 
@@ -113,11 +117,10 @@ class _Planned(Follower):
 
 
 class PlannedCall:
-    """A planned call in a module's slot for a compiled call. Copies and pickles of the module leave it
-    out."""
+    """A planned call in a module's slot for a compiled call. Copies of the module get one of their own."""
 
-    __slots__ = ("_compiled", "_forward", "_made_with", "_model", "_others", "_own", "as_tensors", "method",
-                 "parts", "sharded", "whole", "within")
+    __slots__ = ("_compiled", "_forward", "_is_of_user", "_is_told", "_made_with", "_model", "_others",
+                 "_own", "as_tensors", "method", "parts", "sharded", "whole", "within")
     is_planned = True
     """Distinguishes this call from a compiled call."""
 
@@ -135,6 +138,9 @@ class PlannedCall:
         """The planner of the module's sharded layers, if it has some."""
         self.within = within
         """The planner that this sharded layer belongs to."""
+        self._is_of_user = within is sharded is None and refused is None
+        """Whether a user applied it: copies have a plan then. Else it is of a part of a model, or sharded."""
+        self._is_told = False
         if parts is not None:
             refused = parts.instead
         self._made_with = planning, verify, on_new_shape, refused, plans
@@ -193,6 +199,24 @@ class PlannedCall:
     def latest(self) -> _Planned:
         """The holder of the latest plan."""
         return self.whole if self._forward is None or self.whole.has_plan else self._forward
+
+    @property
+    def for_a_copy(self) -> tuple[Any, ...] | None:
+        """The arguments with which a copy of the module gets plans of its own, which follow these; None for a
+        part of a model, and for sharded modules."""
+        if not self._is_of_user:
+            return None
+        planning, verify, on_new_shape = self.made_with
+        return (replace(planning, engines=None), verify, on_new_shape, tuple(self.whole._plans.all()),
+                self.as_tensors)
+
+    def tell_of_pickle(self) -> None:
+        """Say once that a pickle has no plan."""
+        if self._is_of_user and not self._is_told:
+            self._is_told = True
+            logger.warning("%s is pickled without its plan and budget, so that it can be loaded where rkmate "
+                           "is not installed: call rkmate.apply on the loaded module to train it within a "
+                           "budget", type(self._model).__name__)
 
     def plans(self) -> list[Plan]:
         """Return every plan that is kept: of both, and of parts."""
@@ -335,8 +359,7 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
     call = PlannedCall(model, planning, verify, on_new_shape, refused, plans, parts, sharded, within)
     if within is sharded is None and is_compiled_in_place(model):
         tell_of_compiled([type(model).__name__])
-    model.__dict__.update(zip(_PUT, (call.method, MethodType(_state_without_plan, model),
-                                     MethodType(_refuse_replicas, model)), strict=True))
+    model.__dict__.update(zip(_PUT, (call.method, *(MethodType(f, model) for f in _METHODS)), strict=True))
     replace_call(model, call)
     if parts is not None:
         parts.watch_methods()
@@ -456,8 +479,55 @@ def _refuse_replicas(self: nn.Module) -> Any:
                         "take the plan away (rkmate.remove), or use DistributedDataParallel")
 
 
-for _put in (_state_without_plan, _refuse_replicas):
-    _put.is_planned = True  # type: ignore[attr-defined]
+def _copy_with_plan(self: nn.Module, memo: dict[int, Any]) -> Any:
+    """Return a deep copy, which keeps to the same budget under a plan of its own."""
+    call = planned_call_of(self)
+    with _as_its_class_copies(self):
+        copied = copy.deepcopy(self, memo)
+    if call is not None and isinstance(copied, nn.Module):
+        _put_again(copied, call.for_a_copy)
+    return copied
+
+
+@contextmanager
+def _as_its_class_copies(model: nn.Module) -> Iterator[None]:
+    """Let a module be copied as its class says, inside the context: without what `put_plan_into` has put."""
+    before = {name: model.__dict__.pop(name) for name in ("__deepcopy__", "__reduce_ex__")}
+    try:
+        yield
+    finally:
+        model.__dict__.update(before)
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """Return what a pickle has of the module: no plan in a file, as it may be loaded where rkmate is not; a
+    process that is spawned gets the plan."""
+    made, call = type(self).__reduce_ex__(self, protocol), planned_call_of(self)
+    if call is None or isinstance(made, str):
+        return made
+    if get_spawning_popen() is None or len(made) < 3 or call.for_a_copy is None:
+        call.tell_of_pickle()
+        return made
+    again, args, state, *others = made
+    return (again, args, (state, call.for_a_copy), *(*others, None, None)[:2], _set_state_and_plan)
+
+
+def _set_state_and_plan(model: nn.Module, state: tuple[Any, tuple[Any, ...]]) -> None:
+    model.__setstate__(state[0])
+    _put_again(model, state[1])
+
+
+def _put_again(model: nn.Module, made_with: tuple[Any, ...] | None) -> None:
+    """Put a plan into a copy of a module. `made_with`: `PlannedCall.for_a_copy`."""
+    if made_with is not None and planned_call_of(model) is None:
+        planning, verify, on_new_shape, plans, as_tensors = made_with
+        put_plan_into(model, planning, verify, on_new_shape, plans=plans).as_tensors = as_tensors
+
+
+_METHODS: tuple[Any, ...] = _state_without_plan, _copy_with_plan, _reduce, _refuse_replicas
+"""What a planned module has instead of its own methods, in the order of `_PUT`."""
+for _put in _METHODS:
+    _put.is_planned = True
 
 
 def _planned_forward(call: PlannedCall) -> Callable[..., Any]:

@@ -24,7 +24,6 @@ from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateE
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.state import BuffersAndDraws
 from rkmate.graph.capture.structure import take_apart
-from rkmate.parts.followed_step import FollowedStep
 from rkmate.parts.kinds import (
     Asked,
     Kind,
@@ -50,6 +49,7 @@ from rkmate.parts.one_budget import (
 from rkmate.pipeline.part_plans import ways_of, with_terms
 from rkmate.pipeline.prepare import trace
 from rkmate.planners.several_calls import Item
+from rkmate.runtime.followed_step import FollowedStep
 from rkmate.runtime.guards import ModuleReader, guards_of
 from rkmate.runtime.kept_plans import Planning, Prototype
 from rkmate.support.planning_lock import planning_lock

@@ -346,6 +346,10 @@ class Environment:
         """Return all values."""
         return [*self._values.values()]
 
+    def values_and_sources(self) -> list[torch.Tensor]:
+        """Return all values, and the inputs, parameters and buffers that the call reads."""
+        return [*self._values.values(), *self._sources.values()]
+
     def clear(self) -> None:
         """Free everything."""
         self._values.clear()

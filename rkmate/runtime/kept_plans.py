@@ -21,7 +21,7 @@ from rkmate.pipeline.sizes import KnownPlan
 from rkmate.runtime.executable import PlannedStep
 from rkmate.runtime.guards import Guards
 from rkmate.runtime.lengths import Member
-from rkmate.runtime.outside import LOOKS, MANY, Outside, Shown, is_over, warn_of_layers_beside, warn_of_others
+from rkmate.runtime.outside import LOOKS, MANY, Outside, Shown, is_over, warn_of_other_layers, warn_of_others
 from rkmate.runtime.recorded_step import RecordedStep
 from rkmate.runtime.segments import OpenCalls
 from rkmate.runtime.snapshot import HOOKS_OF_FORWARD
@@ -29,7 +29,8 @@ from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import COMPILED_CALL
 
-REPLACED = ("forward", "__getstate__", "_replicate_for_data_parallel", COMPILED_CALL)
+REPLACED = ("forward", "__getstate__", "__deepcopy__", "__reduce_ex__", "_replicate_for_data_parallel",
+            COMPILED_CALL)
 """The attributes of a module that `rkmate.apply` replaces."""
 _NODE_BYTES = 3 << 10
 """Bytes of a node of a captured graph with its fake tensor, rounded up."""
@@ -141,7 +142,7 @@ class Specialization:
         """Note what a step has shown outside of its plan. `opened`: of its calls, were open then."""
         plan, host, ready.looks = ready.plan, devices.of(ready.compiled.device).host, LOOKS
         if opened == 1 and not calls.told_beside:
-            calls.told_beside = warn_of_layers_beside(self.traced.name, seen, plan)
+            calls.told_beside = warn_of_other_layers(self.traced.name, seen, plan)
         if seen.again:
             if is_over(seen._replace(held=seen.held - self.traced.outside), plan):
                 found = seen if self.outside == Outside() else self.outside

@@ -24,6 +24,7 @@ from rkmate.runtime.adapters import Adapter, Arguments, before_a_plan, run_aroun
 from rkmate.runtime.double_backward import Original
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients
+from rkmate.runtime.followed_step import UnusualSteps
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.kept_plans import Executable, Planning, Prototype, Specialization
 from rkmate.runtime.lengths import Lengths
@@ -105,7 +106,7 @@ class PlannedModule(StandIn):
     """
 
     _FIELDS = frozenset(("_plans", "_latest", "_reader", "_told", "_unplanned", "_verify", "_on_new_shape",
-                         "_planned_forward", "_lengths", "_around"))
+                         "_planned_forward", "_lengths", "_around", "_unusual"))
     _has_class_of_original: ClassVar[bool] = True
     """Whether its class has a forward with the signature of the original's class."""
     _plans: PlanCache
@@ -118,6 +119,7 @@ class PlannedModule(StandIn):
     _on_new_shape: NewShape
     _lengths: Lengths | None
     _around: tuple[Adapter, ...]
+    _unusual: UnusualSteps
     _planned_forward: MethodType
     """The value of `forward`, as long as no library replaces it."""
 
@@ -143,8 +145,13 @@ class PlannedModule(StandIn):
             kinds: Any = type(self._original), type(self)
             object.__setattr__(self, "__class__", _class_for(*kinds))
         forward = MethodType(_with_signature_of(self._original), self)
+        # Parts have a share of a step that is measured anyway.
+        measures = not planning.cuda_graph and planning.more_calls is None and \
+            planning.settings.loss_bytes is None
+        unusual = UnusualSteps(self._original, measures=measures)
         self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
-                             _on_new_shape=on_new_shape, _told=set(), _unplanned=set(), _latest=None,
+                             _unusual=unusual, _on_new_shape=on_new_shape, _told=set(), _unplanned=set(),
+                             _latest=None,
                              _reader=ModuleReader(traceable(self._original)), _planned_forward=forward,
                              forward=forward)
         self._adapt(lengths)
@@ -233,6 +240,11 @@ class PlannedModule(StandIn):
         opened = self._plans.open_calls
         opened.check(latest.plan, forward=True)
         self._plans.in_a_row.begin_call(key, latest.plan.calls, call.inputs, latest.compiled.device)
+        if latest.plan.calls > 1:
+            self._unusual.ask(f"a step calls {type(self._original).__name__} several times before a "
+                              "backward, and what it makes in between (inputs of later calls) comes on top",
+                              "Make all inputs before the first call, or give a smaller budget")
+        self._unusual.begin(latest.plan, latest.compiled.device)
         verify = self._verify and not latest.ran
         step = latest.compiled
         recorded = self._plans.recorded(latest, call.inputs)
@@ -254,7 +266,7 @@ class PlannedModule(StandIn):
             if found.sums:
                 sums, found.sums = found.sums, frozenset()
                 watch_sums(calls[0], sums, call.inputs, self._tell_of_sum)
-            return result
+            return self._unusual.follow(result)
         except OtherAnswer as error:
             asked = str(error)
         self._tell(asked, f"the plan of {type(self._original).__name__} takes for granted that {asked}, and "
@@ -275,6 +287,10 @@ class PlannedModule(StandIn):
                             "differentiates that: this takes the original's memory, outside of the budget. A "
                             "gradient that is computed inside of the module is planned ('Gradient penalties' "
                             "in docs/recipes.md)")
+        self._unusual.ask("backwards with create_graph=True run the original's forward of "
+                          f"{type(self._original).__name__} once more",
+                          "Compute inner gradients inside of the module, or apply rkmate to a module that "
+                          "contains the whole step")
         return self._run_original(args, kwargs)
 
     def _run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

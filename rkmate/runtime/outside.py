@@ -22,7 +22,7 @@ import re
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import compress
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -48,6 +48,8 @@ MORE = 5, 3
 """The memory of another loss, as a ratio to that of a usual one."""
 MANY = 100
 """Operations between forward and backward that are more than a loss: other models."""
+FAR = 2000
+"""Operations in front of a module that are looked at, at most."""
 LOOKS = 8
 """Calls under a plan that are looked at, at most, until one is found whose backward begins first."""
 STEPS_IN_A_ROW = 3
@@ -72,6 +74,8 @@ class Outside(NamedTuple):
     """Whether a backward has gone through the call before."""
     beside: int = 0
     """Bytes that autograd keeps of operations from before the call which lead to the loss on another way."""
+    before: int = 0
+    """Bytes that autograd keeps of operations which lead to the call's inputs."""
 
 
 class Measured(NamedTuple):
@@ -123,26 +127,36 @@ class OutsideWatch:
         there = _found(device)
         self._before = {key: storage_lives(held_part(found[0])) for key, found in there.items()}
         """Storages that were there. None of them gives its number to another one."""
-        self._made = {key for key, found in there.items() if any(_is_planned(_node_of(t)) for t in found)}
-        """Storages of what planned modules have returned."""
+        self._made = {key for key, found in there.items() if any(
+            _is_planned(_node_of(t)) or (t.requires_grad and t.is_leaf) for t in found)}
+        """Storages of what planned modules have returned, or hold, and of parameters."""
 
-    def end(self, gradients: Sequence[torch.Tensor | None], copies: Sequence[torch.Tensor]) -> Outside:
+    def end(self, gradients: Sequence[torch.Tensor | None], copies: Sequence[torch.Tensor],
+            own: Iterable[torch.Tensor]) -> Outside:
         """Return what is there now. `gradients`: of the module's outputs, which a plan counts; `copies`: of
-        what its forward has left."""
+        what its forward has left; `own`: what the call holds, its inputs included."""
+        self._made.update(key for t in own if (key := key_of(held_part(t))) is not None)
         known = {None} | self._before.keys() | gradients_of(self._model) | {
             key_of(held_part(t)) for t in (*gradients, *copies) if t is not None}
         new = {key: found for key, found in _found(self._device).items() if key not in known}
         numbers = [t for found in new.values() for t in found if t.numel() == 1 and _node_of(t) is not None]
-        nodes = _operations([_node_of(t) for t in numbers])
+        nodes, first = _operations([_node_of(t) for t in numbers])
         is_usual = all(USUAL.match(type(node).__name__) for node in nodes) \
             and not any(map(is_dtensor, numbers))
         held = [held_part(found[0]) for found in new.values()]
         # What the backward of the loss has still to come to, or keeps for another one.
         saved = [held_part(t) for node in nodes for t in saved_by_node(node) if t.device == self._device]
         sizes = {k: t.untyped_storage().nbytes() for t in (*held, *saved) if (k := key_of(t)) not in known}
-        beside = {key: t.untyped_storage().nbytes() for t in saved if _node_of(t) is not None
-                  and (key := key_of(t)) in self._before and key not in self._made}
-        return Outside(sum(sizes.values()), is_usual, len(nodes), beside=sum(beside.values()))
+        return Outside(sum(sizes.values()), is_usual, len(nodes), beside=self._kept_by(nodes),
+                       before=self._kept_by(_before(first)))
+
+    def _kept_by(self, nodes: Sequence[Any]) -> int:
+        """Return the bytes from before the call that some operations keep for their backward, without
+        parameters and data."""
+        saved = [held_part(t) for node in nodes for t in saved_by_node(node)
+                 if t.device == self._device and _node_of(t) is not None]
+        return sum({key: t.untyped_storage().nbytes() for t in saved
+                    if (key := key_of(t)) in self._before and key not in self._made}.values())
 
 
 class BetweenMeter:
@@ -319,9 +333,9 @@ def _is_planned(node: Any) -> bool:
     return type(node).__name__.startswith("_")
 
 
-def _operations(begin: Sequence[Any]) -> list[Any]:
+def _operations(begin: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return autograd's nodes from some on, up to those of planned modules, without those that lead to these
-    modules' inputs."""
+    modules' inputs; and the nodes that lead to the modules."""
     seen: set[Any] = set()
     found: list[Any] = []
     before: list[Any] = []
@@ -338,12 +352,25 @@ def _operations(begin: Sequence[Any]) -> list[Any]:
             found.append(node)
             todo += then
     of_inputs: set[Any] = set()
+    first = list(before)
     while before:
         node = before.pop()
         if node not in of_inputs and (node in seen or _is_planned(node)):
             of_inputs.add(node)
             before += [n for n, _ in node.next_functions if n is not None]
-    return [node for node in found if node not in of_inputs]
+    return [node for node in found if node not in of_inputs], first
+
+
+def _before(begin: Sequence[Any]) -> list[Any]:
+    """Return autograd's nodes that lead to some nodes of planned modules, without those of such modules."""
+    seen: set[Any] = set()
+    todo = list(begin)
+    while todo and len(seen) <= FAR:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += [n for n, _ in node.next_functions if n is not None]
+    return [n for n in seen if not _is_planned(n) and type(n).__name__ != "AccumulateGrad"]
 
 
 def is_over(seen: Outside, plan: Plan) -> bool:
@@ -435,15 +462,18 @@ def warn_of_row(name: str, seen: Outside, plan: Plan) -> None:
          "room for them")
 
 
-def warn_of_layers_beside(name: str, seen: Outside, plan: Plan) -> bool:
-    """Warn if a step takes more than its budget because of layers beside the module. Returns whether it
-    does."""
-    together = plan.peak_bytes + seen.beside
-    if seen.beside <= plan.budget_bytes // 100 or together <= plan.budget_bytes:
+def warn_of_other_layers(name: str, seen: Outside, plan: Plan) -> bool:
+    """Warn if a step takes more than its budget because of layers in front of the module or beside it.
+    Returns whether it does."""
+    kept = seen.beside + seen.before
+    together = plan.peak_bytes + kept
+    if kept <= plan.budget_bytes // 100 or together <= plan.budget_bytes:
         return False
-    warn(f"autograd keeps {seen.beside:,} bytes or more of layers that run before {name}, and meet it at the "
-         f"loss: the step takes about {together:,} bytes, and the budget of {name} alone is "
-         f"{plan.budget_bytes:,}. Apply rkmate to a module that contains both, or run those layers after it")
+    leads = "meet it at the loss" if not seen.before else "lead to it" if not seen.beside else \
+        "lead to it or meet it at the loss"
+    warn(f"autograd keeps {kept:,} bytes or more of layers that run before {name}, and {leads}: the step "
+         f"takes about {together:,} bytes, and the budget of {name} alone is {plan.budget_bytes:,}. Apply "
+         "rkmate to a module that contains all of them, or give a budget that is smaller by as much")
     return True
 
 

@@ -361,7 +361,7 @@ class PlanCache:
             if meter is not None:
                 meter.end()
             if mine is not None and self.open_calls.added == number and (large or mine.spent):
-                seen = watch.end(grads, mine.copies)._replace(
+                seen = watch.end(grads, mine.copies, mine.env.values_and_sources())._replace(
                     between=None if mine.spent else meter, again=mine.spent)
                 opened = len(self.open_calls.now())
                 if seen.again and not self.planning.counts_calls:

@@ -64,13 +64,13 @@ class Read:
                                    if isinstance(content.get(k), _COMPARED) or holds_numbers(content.get(k))})
 
 
-def read_by_forward(kind: type, held: Iterable[Any] = ()) -> Read:
+def read_by_forward(kind: type, held: Iterable[Any] = (), begin: Iterable[str] = ("forward",)) -> Read:
     """Return what the forward of a class of the user, its methods and functions of the user may read. `held`:
-    functions in attributes of such a module, and hooks."""
+    functions in attributes of such a module, and hooks. `begin`: names of the methods to begin with."""
     members = [vars(c) for c in classes_of_user(kind)]
     found = Read()
     asked, told = set[str](), set[str]()
-    todo = ["forward"]
+    todo = [*begin]
     functions: list[Any] = [f for h in held for f in _functions_in(h)]
     followed: set[int] = set()
     closed: list[tuple[str, CellType]] = []

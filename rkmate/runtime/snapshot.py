@@ -6,7 +6,7 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -240,6 +240,8 @@ class Attributes:
     boxes: tuple[Box, ...]
     left_out: Overrides = field(default_factory=dict)
     """The attributes that each planned forward assigns: a key has these values of it."""
+    names: frozenset[str] = frozenset()
+    """The names in the code of the forward, and those that it asks for."""
 
     def in_boxes(self) -> list[Any]:
         """Return the members of all boxes now."""
@@ -307,7 +309,7 @@ def attributes_of(model: nn.Module) -> Attributes:
             boxes.append(Box(globals_[number], name, path))
         else:
             plain.append(Attribute(globals_[number], name, path))
-    return Attributes(tuple(plain), tuple(boxes))
+    return Attributes(tuple(plain), tuple(boxes), names=names.union(*(read.asked for read in reads.values())))
 
 
 def _defaults(kind: type) -> list[str]:
@@ -361,6 +363,11 @@ def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overr
             continue
         known = id(value) in numbers
         inside = [] if known else list(_leaves(value.__dict__, overrides))
+        runs_it = not known and _leads_to(value, holder)
+        if runs_it:
+            kind: Any = type(value)
+            read_here = _read_of(kind, attributes.names)
+            inside = [(k, v) for k, v in inside if k in read_here]
         if hasattr(value, "save_pretrained"):
             inside = [(k, v) for k, v in inside if k not in _WRITTEN_BY_SAVING]
         read += [(value.__dict__, k, v) for k, v in inside
@@ -368,7 +375,7 @@ def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overr
         # An object is the one that was met as such a number, and told by its content; one without
         # content by what `by_value` says.
         content.append((path, (type(value), numbers.setdefault(id(value), len(numbers)))
-                        if known or inside else by_value(value)))
+                        if known or inside or runs_it else by_value(value)))
         content += [(f"{path}.{k}", by_value(v)) for k, v in inside]
     content += [(box.path, tuple(map(by_value, box.members()))) for box in attributes.boxes]
     if hooks:
@@ -409,6 +416,23 @@ def _leaves(content: dict[str, Any], overrides: Overrides) -> Iterator[tuple[str
         v = overrides.get((id(content), k), content.get(k, MISSING))
         if k not in _SKIPPED and v is not MISSING and _is_leaf(v):
             yield k, v
+
+
+def _leads_to(value: Any, module: Any) -> bool:
+    """Return whether an object that a module holds refers to that module, or to what contains it: a trainer
+    that runs it, and no description of it."""
+    held = [*value.__dict__.values()]
+    held += [v for h in held if _has_attributes(h) for v in h.__dict__.values()]
+    above = {id(m): m for m in held if isinstance(m, nn.Module)}
+    return any(module is part for m in above.values() for part in m.modules())
+
+
+@lru_cache(maxsize=64)
+def _read_of(kind: type, names: frozenset[str]) -> frozenset[str]:
+    """Return the names of an object's attributes that a forward with these names in its code may read: by
+    itself, or through methods of the object's class."""
+    read = read_by_forward(kind, begin=names)
+    return names.union(read.names, read.asked)
 
 
 def _is_own(forward: Any, m: Any) -> bool:

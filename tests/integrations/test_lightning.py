@@ -155,3 +155,30 @@ def test_a_module_whose_layers_are_attributes_is_planned_itself(own_call: bool, 
     assert rkmate.applied(found) is None, "afterwards it is as it was"
     fit(plain, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), plain.parameters(), strict=True))
+
+
+def test_the_trainer_s_clock_is_in_no_plan(tmp_path: Path) -> None:
+    """The trainer notes when it has validated, and the module refers to the trainer."""
+    class Direct(Task):
+        plans: set[int]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.net(self.scale(x[:, :4]).repeat(1, 4))
+            return out
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            loss: torch.Tensor = self(batch[0]).pow(2).mean()
+            shown = rkmate.applied(self)
+            assert shown is not None
+            self.plans = {*map(id, shown._plans.all())}
+            return loss
+
+        def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+            self(batch[0])
+
+    task = Direct()
+    data = DataLoader(TensorDataset(torch.randn(3 * 64, 16)), 64)
+    lightning.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+                      enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+                      callbacks=[BudgetCallback(1.0, module="", progress=False)]).fit(task, data, data)
+    assert len(task.plans) == 1

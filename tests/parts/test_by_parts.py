@@ -573,6 +573,21 @@ def test_everything_is_taken_away_again() -> None:
     assert not any(m.__dict__.get("_compiled_call_impl") for m in model.modules())
 
 
+def test_copies_are_planned_by_parts_again() -> None:
+    model = Stack([Layer() for _ in range(4)], drop=0.3)
+    plain, whole = copy.deepcopy(model), peak(copy.deepcopy(model), plainly, 0)
+    applied(model, int(0.6 * whole))
+    same_steps(plain, model, plainly)
+    other, part = copy.deepcopy(model), copy.deepcopy(model.layers[0])
+    assert rkmate.applied(part) is None and not planned_parts(other)
+    model.zero_grad()
+    other.zero_grad()
+    same_steps(model, other, plainly)
+    assert len(planned_parts(other)) == len(planned_parts(model)) == 4
+    assert peak(other, plainly, 0) <= 0.6 * whole
+    assert not set(map(id, planned_parts(other))) & set(map(id, planned_parts(model)))
+
+
 def test_where_nothing_can_be_planned_the_error_stays_and_nothing_is_changed() -> None:
     class Nothing(nn.Module):
         def __init__(self) -> None:

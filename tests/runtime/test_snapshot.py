@@ -234,3 +234,42 @@ def test_same_is_equal_to_these_objects_alone() -> None:
     a, b = [1], [1]
     assert Same((a, b)) == Same((a, b)) != Same((b, a))
     assert Same((a,)).is_of([a]) and not Same((a,)).is_of([b]) and not Same((a,)).is_of([a, b])
+
+
+class Loop:
+    """Runs a model, which refers to it."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.strategy = SimpleNamespace(module=model)
+        self.since, self.seen, self.factor, self.asked, self._share = 0.0, 0, 2.0, 1, 0.5
+
+    @property
+    def share(self) -> float:
+        return self._share
+
+
+class Run(nn.Module):
+    loop: Loop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.loop.factor * self.loop.share * getattr(self.loop, "asked", 1)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_of_an_object_that_runs_the_module_only_what_a_forward_reads_is_compared(whole: bool) -> None:
+    run = Run()
+    run.loop = loop = Loop(run if whole else nn.Sequential(nn.Sequential(run)))
+    first = snapshot(attributes_of(run))
+    loop.since, loop.seen = 1.5, 3
+    assert first.is_now(()) and snapshot(first.attributes).part == first.part
+    for name in ("factor", "asked", "_share"):
+        before = vars(loop)[name]
+        setattr(loop, name, 7)
+        assert not first.is_now(()) and snapshot(first.attributes).part != first.part
+        setattr(loop, name, before)
+    run.loop = Loop(run)                    # the next one, at the same place of its training
+    assert snapshot(first.attributes).part == first.part
+    run.loop = Loop(None)                   # a description
+    told = snapshot(attributes_of(run))
+    run.loop.since = 1.5
+    assert not told.is_now(())

@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import logging
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import rkmate
+from rkmate.runtime.kept_plans import REPLACED
 from tests.equality import measured_peak
 from tests.models.sample import Sample
 from tests.options import options_of
@@ -111,17 +113,60 @@ def test_a_refused_budget_leaves_the_module_alone() -> None:
         model(X)
 
 
-def test_copies_and_pickles_are_without_a_plan() -> None:
+def test_deep_copies_keep_to_the_same_budget() -> None:
     model = applied(Tower(), args=(X,))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert rkmate.applied(other) is None
+    average = torch.optim.swa_utils.AveragedModel(model).module
+    holder = copy.deepcopy(nn.ModuleDict({"a": model, "b": model}))
+    assert holder["a"] is holder["b"]
+    for other in (copy.deepcopy(model), average, holder["a"]):
+        assert plan_of(other) is plan_of(model)
         same_step(model, other, total)
+        assert measured_peak(other, Sample(other, (X,), {}, torch.sum)) <= plan_of(model).budget_bytes
         other.layers[0].weight.data.zero_()       # its own weights, in its own forward
         assert not torch.equal(other(X), model(X))
         assert not torch.equal(other.forward(X), model.forward(X))
+        rkmate.remove(other)
+        assert {*model.__dict__} - {*other.__dict__} == {*REPLACED[:-1]}
+        assert rkmate.applied(copy.deepcopy(other)) is None
+
+
+def test_pickles_are_without_a_plan(caplog: pytest.LogCaptureFixture) -> None:
+    """They can be loaded where rkmate is not installed."""
+    model = applied(Tower(), args=(X,))
+    for _ in range(2):
+        assert b"rkmate" not in pickle.dumps(model)
+    assert [r.message for r in caplog.records if "pickled without its plan" in r.message] == [
+        "Tower is pickled without its plan and budget, so that it can be loaded where rkmate is not "
+        "installed: call rkmate.apply on the loaded module to train it within a budget"]
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=False)
+    assert rkmate.applied(other) is None and not {*REPLACED} & {*other.__dict__}
+    same_step(model, other, total)
+
+
+def test_spawned_processes_keep_to_the_same_budget() -> None:
+    model = applied(Tower(), args=(X,))
+    model(X).sum().backward()
+    spawn = torch.multiprocessing.get_context("spawn")
+    queue = spawn.Queue()
+    process = spawn.Process(target=spawned, args=(model, X, queue))
+    process.start()
+    peak, budget, gradient = queue.get(timeout=120)
+    process.join(120)
+    assert peak <= budget == plan_of(model).budget_bytes
+    assert gradient == model.layers[0].weight.grad.tolist()
+
+
+def spawned(model: nn.Module, x: torch.Tensor, queue: Any) -> None:
+    torch.set_num_threads(1)
+    model.zero_grad()
+    model(x).sum().backward()
+    gradient = model.layers[0].weight.grad
+    assert gradient is not None
+    queue.put((measured_peak(model, Sample(model, (x,), {}, torch.sum)), plan_of(model).budget_bytes,
+               gradient.tolist()))
 
 
 def test_shallow_copies_are_without_a_plan() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -328,6 +328,37 @@ def test_values_of_constants_alone_take_no_recipe() -> None:
             return super().forward(x) * sum(torch.linspace(0, 1, 5).tolist())
 
     assert capture(Sums(4, 4), (torch.randn(2, 4),), {}).recipe is None
+
+
+SIZES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "repeated": lambda x, n: x.repeat(n.max(), 1),
+    "in a shape": lambda x, n: x.reshape((n.max(), -1)),
+    "split": lambda x, n: torch.cat(torch.split(x, list(n))[::-1]),
+    "of a constant": lambda x, n: x.tile((torch.arange(3).max() + 1, 1)),
+    "in a set": lambda x, n: x * len(set(n.tolist())),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_come_as_tensors(name: str) -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+            return SIZES[name](self.layer(x), n).tanh()
+
+    torch.manual_seed(0)
+    model, x, n = Sized(), torch.randn(6, 4), torch.tensor([3, 2, 1])
+    original = copy.deepcopy(model)
+    module = planned(model, x, n)
+    for number in (n, n.flip(0), torch.tensor([2, 2, 2])):
+        for run in (original, module):
+            run.zero_grad()
+            run(x, number).sum().backward()
+        assert torch.equal(original(x, number), module(x, number))
+        assert torch.equal(original.layer.weight.grad, model.layer.weight.grad)     # type: ignore[arg-type]
 
 
 def test_a_number_of_a_buffer_that_the_forward_changes_is_refused() -> None:

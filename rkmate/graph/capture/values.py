@@ -172,6 +172,9 @@ _READS = frozenset(("item", "tolist", "__bool__", "__int__", "__index__", "__flo
 _UNSET = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided",
                     "empty_permuted", "resize_", "resize_as_", "set_", "requires_grad_", "retain_grad",
                     "backward"))
+_SIZED = frozenset(("repeat", "expand", "reshape", "view", "tile", "unflatten", "split", "new_zeros",
+                    "new_ones"))
+"""Calls of a tensor whose further arguments are sizes."""
 _VIEWS = frozenset(("T", "mT", "H", "mH"))
 """Attributes that are tensors, views of another one."""
 _ARGUMENT, _CLOSED_OVER = "(argument)", "(closed over)"
@@ -185,7 +188,7 @@ def is_stopped_by_values(error: Exception) -> bool:
     """Return whether a trace may have failed because it has no values."""
     text = str(error)
     return is_data_dependent(error) or isinstance(error, NotImplementedError) or "data pointer" in text \
-        or "UnsupportedOperator" in type(error).__name__
+        or "UnsupportedOperator" in type(error).__name__ or "unhashable type: non-nested Sym" in text
 
 
 def may_be_asked(t: torch.Tensor) -> bool:
@@ -356,6 +359,9 @@ class Values:
         tensors = tensors_of((args, kwargs))
         if func.__name__ in ("__getitem__", "__setitem__") and len(args) > 1:
             args = (args[0], self._with_ints(args[1]), *args[2:])
+        elif func.__name__ in _SIZED and len(args) > 1:
+            args = (args[0], *map(self._as_sizes, args[1:]))
+            tensors = tensors_of((args, kwargs))
         getter = func.__name__ == "__get__" and _attribute(func) not in _VIEWS
         if getter or not is_plain((args, kwargs)) or _autocast() != self._autocast:
             return func(*args, **kwargs)
@@ -385,6 +391,13 @@ class Values:
             return slice(*(self.read(torch.Tensor.__index__, n) if self._of(n) is not None else n
                            for n in (index.start, index.stop, index.step)))
         return index
+
+    def _as_sizes(self, given: Any) -> Any:
+        """Return sizes as numbers, where they come as tensors of one."""
+        if isinstance(given, (tuple, list)):
+            return type(given)(map(self._as_sizes, given))
+        is_known = isinstance(given, torch.Tensor) and self._of(given) is not None
+        return self.read(torch.Tensor.__index__, given) if is_known else given
 
     def read(self, func: Callable[..., Any], *args: Any) -> Any:
         """Return what a call of known tensors gives Python."""

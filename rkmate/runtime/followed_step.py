@@ -1,7 +1,8 @@
-"""A step that follows plans for parts, measured: its forward, the caller's loss and its backward together.
+"""A step that follows plans, measured: its forward, the caller's loss and its backward together.
 
 The shares of a budget come from a step that ran as it is, in which operations round otherwise, and temporary
-memory of the rest stands beside other tensors. So a step with plans has the last word.
+memory of the rest stands beside other tensors. So a step with plans has the last word. Likewise where a step
+does something that no plan knows of: a backward of a backward, several calls and what stands between them.
 """
 
 from __future__ import annotations
@@ -10,17 +11,24 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from rkmate import device as devices
 from rkmate.device import MeterError
 from rkmate.device.events import stay_open
 from rkmate.device.protocol import PartsMeter, thread_of
+from rkmate.show.plan import Plan
+from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import bytes_held
-from rkmate.torch_seam.tensors import after_backward
+from rkmate.torch_seam.tensors import after_backward, version_of
+
+T = TypeVar("T")
+TRIES = 4
+"""Steps that are begun to be measured, at most, until one was measured as a whole."""
 
 
 class FollowedStep:
@@ -59,7 +67,7 @@ class FollowedStep:
             return
         self._stretch.enter_context(meter.part(0))
 
-    def follow(self, result: Any) -> Any:
+    def follow(self, result: T) -> T:
         """Follow the backwards of what a call has returned, and return that. Some add nothing to parameters'
         gradients (`torch.autograd.grad`), and several may go through one call."""
         for node in {t.grad_fn for t in tensors_in(result) if t.grad_fn is not None}:
@@ -132,3 +140,62 @@ class FollowedStep:
         found = self._meter.levels()
         start = found[0][0]
         return max(peak - start - self._new[number] for number, (_, peak) in found.items()) - others
+
+
+class UnusualSteps:
+    """Measures a step of a module, once for each reason, where the steps do something that no plan knows of;
+    warns if it takes more than its budget.
+
+    A step is over when the module's parameters have changed.
+    """
+
+    def __init__(self, model: nn.Module, *, measures: bool) -> None:
+        """`measures`: whether steps are measured at all."""
+        self._model, self._measures = model, measures
+        self._clock: torch.Tensor | None = None
+        self._version = -1
+        self._asked: set[str] = set()
+        self._remedies: dict[str, str] = {}
+        """Why a step is to be measured, and what a user can do."""
+        self._tries = 0
+        self._step: FollowedStep | None = None
+        """The step that is measured."""
+        self._plans: dict[int, Plan] = {}
+        """The plans that it follows."""
+
+    def ask(self, why: str, remedy: str) -> None:
+        """Have one of the next steps measured. `why`: what its steps do."""
+        if self._measures and why not in self._asked:
+            self._asked.add(why)
+            self._remedies[why] = remedy
+            self._clock = next((p for p in self._model.parameters() if p.requires_grad), None)
+            self._version, self._tries = -1 if self._clock is None else version_of(self._clock), TRIES
+
+    def begin(self, plan: Plan, device: torch.device) -> None:
+        """Before the forward of a call."""
+        if not self._remedies or self._clock is None:
+            return
+        version = version_of(self._clock)
+        if version != self._version:
+            self._version, ended, self._step = version, self._step, None
+            if ended is not None:
+                self._judge(ended.peak(), is_same=id(plan) in self._plans)
+            if self._remedies and self._tries:
+                self._tries, self._plans = self._tries - 1, {}
+                self._step = FollowedStep(self._model.parameters(), devices.of(device).parts_meter())
+        if self._step is not None:
+            self._plans[id(plan)] = plan
+
+    def follow(self, result: T) -> T:
+        """After the forward of a call. Returns its result."""
+        return result if self._step is None else self._step.follow(result)
+
+    def _judge(self, peak: int | None, *, is_same: bool) -> None:
+        """Warn where a step took more than its budget. `is_same`: whether the next step follows the plan."""
+        if peak is None or not is_same:
+            return
+        budget = max(p.budget_bytes for p in self._plans.values())
+        if peak > budget + budget // 100:
+            why, remedy = next(iter(self._remedies.items()))
+            warn(f"{why}: a step takes {peak:,} bytes, and the budget is {budget:,}. {remedy}")
+        self._remedies = {}

@@ -1,0 +1,79 @@
+"""Steps that do something that no plan knows of: they are measured, and told of with both figures."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rkmate
+from rkmate.measure.step import measure_step
+
+X = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
+Step = Callable[[nn.Module], torch.Tensor]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))))
+
+
+def adapted(model: nn.Module) -> torch.Tensor:
+    """Meta-learning: the loss of weights that a step of descent has made."""
+    weights = dict(model.named_parameters())
+    inner = torch.func.functional_call(model, weights, (X,)).abs().mean()
+    grads = torch.autograd.grad(inner, [*weights.values()], create_graph=True)
+    moved = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
+    return F.mse_loss(torch.func.functional_call(model, moved, (X,)), X)
+
+
+def pairs(model: nn.Module) -> torch.Tensor:
+    """The input of the second call is made after the first call."""
+    first = model(X)
+    return F.mse_loss(first, model(X.repeat(4, 1).sin()[:96]))
+
+
+def whole_pairs(model: nn.Module) -> torch.Tensor:
+    """Two calls on one input that was there before."""
+    return F.mse_loss(model(X), model(X))
+
+
+def trained(model: nn.Module, step: Step, steps: int = 8) -> list[str]:
+    """Train, and return what is said of measured steps."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            step(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(w.message) for w in said if ": a step takes " in str(w.message)]
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize(("step", "why"), [
+    (adapted, "backwards with create_graph=True run"), (pairs, "a step calls Sequential several times")])
+def test_the_warning_names_the_bytes_of_the_step_and_the_budget(step: Step, why: str, wraps: bool) -> None:
+    settings = rkmate.Settings(costs="analytic", calls=1 + (wraps and step is pairs))
+    model = rkmate.wrap(net(), (X,), budget=0.7, settings=settings, progress=False) if wraps else \
+        rkmate.apply(net(), budget=0.7, settings=settings, progress=False)
+    told = trained(model, step)
+    assert len(told) == 1 and told[0].startswith(why)
+    takes, budget = (int(n.replace(",", "")) for n in re.findall(r"(?:takes|budget is) ([\d,]+)", told[0]))
+    shown = model if wraps else rkmate.applied(model)
+    assert budget == shown.plan.budget_bytes
+    for p in model.parameters():                # a measurement finds gradients of its own
+        p.grad = torch.zeros_like(p)
+    assert takes == pytest.approx(measure_step(model, lambda: step(model).backward()).peak, rel=0.02)
+    assert not trained(model, step)
+
+
+def test_a_step_that_keeps_to_its_budget_is_not_told_of() -> None:
+    model = rkmate.apply(net(), budget=0.7, settings=rkmate.Settings(costs="analytic"), progress=False)
+    assert not trained(model, whole_pairs)
+    assert not model._compiled_call_impl.whole._unusual._remedies     # type: ignore[union-attr, operator]
