@@ -416,6 +416,22 @@ def _two_calls(rank: int) -> dict[str, Any]:
             "said": [str(w.message) for w in caught if w.category is rkmate.RkmateWarning]}
 
 
+def _longer(rank: int) -> dict[str, Any]:
+    """Train with two calls before the backward, the second of which is longer in some later steps."""
+    net = _made("head by itself")
+    budget = int(0.48 * min(_plain("head by itself", rank)[1]))
+    rkmate.apply(net, budget=budget, progress=False, settings=replace(QUICK, chunked_loss="never"))
+    said: list[list[str]] = []
+    for k in range(10):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lengths = 8, 32 if k in (4, 6, 8) else 8
+            torch.stack([net(torch.zeros(8, n, dtype=torch.long)) for n in lengths]).sum().backward()
+        said.append([str(w.message) for w in caught if w.category is rkmate.RkmateWarning])
+        net.zero_grad()
+    return {"budget": budget, "said": said}
+
+
 KINDS = {"bfloat16": 0.8, "nested": 0.9, "low rank": 0.8}
 TIGHT = {"plain": 0.5, "head by itself": 0.5}
 """Shares for which the loss has to be computed in chunks."""
@@ -429,7 +445,7 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{f"accumulated, {kind}": functools.partial(_accumulated, kind=kind) for kind in KEPT},
     **{kind: functools.partial(_two_models, kind=kind) for kind in MODELS},
     "refused": _refused, "larger": _larger, "measured": _measured,
-    "by methods": _by_methods, "two calls": _two_calls, "evaluated": _evaluated}
+    "by methods": _by_methods, "longer": _longer, "two calls": _two_calls, "evaluated": _evaluated}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -524,3 +540,11 @@ def test_several_calls_before_a_backward_are_one_step(found: Found) -> None:
         assert mine["equal"]
         assert mine["peak"] <= mine["budget"]
         assert not any("calls of this module" in text for text in mine["said"])
+
+
+def test_a_step_whose_later_calls_are_longer_is_measured(found: Found) -> None:
+    for mine in found["longer"]:
+        assert "failed" not in mine, mine["failed"]
+        shown = [any("no plans of its layers" in text and f"{mine['budget']:,}" in text for text in said)
+                 for said in mine["said"]]
+        assert any(shown[7:]) and not any(shown[:7]), mine
