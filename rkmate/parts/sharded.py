@@ -244,7 +244,7 @@ class Sharded(OneBudget):
         if self._whole_gradients > self._standing:
             self._make_room(self._whole_gradients)
         if self._steps == 1:
-            logger.warning("%s is sharded: this step plans its layers, and the next one is measured. Both "
+            logger.warning("%s: this step plans its layers, and the next one is measured. Both "
                            "take as little as is known before, which may be more than the budget", self._type)
         ranks = ranks_that_share(self._model) if self._steps == self._agreed else None
         self._share_out(now.next_shared, ranks)
@@ -344,8 +344,8 @@ class Sharded(OneBudget):
         model, chosen = follower.original, self._chosen.setdefault(follower, {})
         if self._now is None:
             self._warn_once("elsewhere", (
-                f"{self._type} is sharded, and a sharded layer is called from elsewhere than the model's "
-                "forward: no step shows what the budget leaves for it, so it holds as little as it can"))
+                f"{self._type}: a sharded layer is called from elsewhere than the model's forward: no step "
+                "shows what the budget leaves for it, so it holds as little as it can"))
         part = next((p for p in self._parts if p.example.fits(model, key)), None)
         if part in chosen:
             return
@@ -377,7 +377,8 @@ class Sharded(OneBudget):
                 counted = with_operation_costs(blocked, [costs[i] for i in range(len(costs))])
                 return max(1, self.planning.budget.of(self._about() + counted.baseline_peak) // 2)
 
-            ways = functools.partial(ways_of, traced, planning.planner, limit, 0.0, keeps_gradients=True)
+            ways = functools.partial(ways_of, traced, planning.planner, limit, 0.0,
+                                     keeps_gradients=self._keeps_gradients)
             part = Part(model, key, traced, [ways()], not any(
                 forward_hooks_of(m) or forward_pre_hooks_of(m) for m in model.modules() if m is not model))
             if traced.settings.chunked_loss == "auto" and block(traced).concerned.get(CHUNKED_LOSS.name):
@@ -388,8 +389,7 @@ class Sharded(OneBudget):
         return part
 
     def _about(self) -> int:
-        """Return the bytes that the planned calls of a step would save without recomputation, and those of
-        the model's own parameters."""
+        """Return the bytes that planned calls save without recomputation, and those of own parameters."""
         return own_bytes(self._model, self.units) + sum(
             part.whole.saved for chosen in self._chosen.values() for part in chosen)
 
@@ -406,7 +406,7 @@ class Sharded(OneBudget):
     def _observe(self, given: Any) -> None:
         place = devices.common([*self._model.parameters(), *self._model.buffers(), *tensors_in(given)])
         try:
-            self._step = Observed(place.parts_meter(), self._whole_gradients)
+            self._step = Observed(place.parts_meter(), self._whole_gradients, goes_on=self._has_further_calls)
             self._until = before_optimizers(self._steps_now)
         except MeterError as error:
             if any(s.rest is None for s in self._wanted):
@@ -433,7 +433,7 @@ class Sharded(OneBudget):
         signature.note(step, any(m._exchanges.are_kept_whole for m in self._of_step),
                        budget := self._budget_of(signature))
         if signature.is_shared and signature.over <= budget < signature.most_taken:
-            logger.warning("%s is sharded: a step that was measured has taken %s bytes of the budget of %s, "
+            logger.warning("%s: a step that was measured has taken %s bytes of the budget of %s, "
                            "and another one %s: threads of the backend let go of exchanged buffers late in "
                            "some steps", self._type, *(f"{n:,}" for n in (signature.most_taken, budget,
                                                                      signature.over)))
@@ -500,7 +500,7 @@ class Sharded(OneBudget):
                 return
             if least is not None:
                 raise refused or InfeasibleBudget(
-                    f"{self._type} is sharded, and no plans of its layers on another rank "
+                    f"{self._type}: no plans of its layers on another rank "
                     f"keep to the budget: the smallest that can be met there is about {least:,} bytes", least)
         elif refused is not None:
             raise refused
@@ -513,7 +513,7 @@ class Sharded(OneBudget):
         kept = (f"up to {standing:,} bytes of whole gradients, which stay in memory until a backward "
                 "exchanges them (set_requires_gradient_sync(True))")
         (warn if shared else logger.warning)(
-            f"{self._type} is sharded: its last backward has exchanged no gradients, and leaves {kept}. "
+            f"{self._type}: its last backward has exchanged no gradients, and leaves {kept}. "
             + "".join(f"They come on top of the budget of {budget:,} bytes now. " for budget in
                       set(map(self._budget_of, shared)))
             + "The next step that exchanges them is measured, and later steps have plans that leave room for "
@@ -533,7 +533,7 @@ class Sharded(OneBudget):
         budget = self._budget_of(now)
         taken, now.taken = now.taken, 0
         if taken > budget > 0:
-            warn(f"{self._type} is sharded: the step that was measured has taken {taken:,} bytes of the "
+            warn(f"{self._type}: the step that was measured has taken {taken:,} bytes of the "
                  f"budget of {budget:,}. {then}")
 
     def _budget_of(self, now: Signature) -> int:
@@ -577,7 +577,7 @@ class Sharded(OneBudget):
         for signature in budgets:
             if signature is not now and (signature in alike or signature not in self._all):
                 signature.check_again()         # a step of several models may take more now
-        logger.warning("%s is sharded: from this step on, a step takes about %s bytes of the budget of %s. "
+        logger.warning("%s: from this step on, a step takes about %s bytes of the budget of %s. "
                        "Outside of all plans are up to %s bytes (gathered parameters, their gradients, "
                        "buffers of the exchange)", self._type, f"{shared.taken:,}",
                        f"{budget:,}", f"{max(rest.figures[:3]):,}")

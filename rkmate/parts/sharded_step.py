@@ -277,10 +277,11 @@ class Exchanges:
 class Observed:
     """A step in which memory is measured from moment to moment."""
 
-    def __init__(self, meter: PartsMeter, standing: int) -> None:
-        """`standing`: bytes that were in memory when the step began, and belong to it. Raises `MeterError`
-        where something else measures."""
-        self._meter, self._standing = meter, standing
+    def __init__(self, meter: PartsMeter, standing: int, *, goes_on: bool = False) -> None:
+        """`standing`: bytes that were in memory when the step began, and belong to it. `goes_on`: further
+        calls may come when the backward of all before them is over. Raises `MeterError` where something else
+        measures."""
+        self._meter, self._standing, self._goes_on = meter, standing, goes_on
         self._thread = thread_of(meter)
         self._session = stay_open(meter, self._give_up)
         self._stretch = ExitStack()
@@ -338,7 +339,7 @@ class Observed:
     def _backward_over(self) -> None:
         """A backward is over. If it was that of all calls, the measurement goes on until another one begins:
         what a thread has begun, autograd's engine gives it back after this."""
-        if self._holding:
+        if self._holding or self._goes_on:
             self._waits, self._has_come = False, True
             return
         self._end()
@@ -356,7 +357,7 @@ class Observed:
 
     def close(self, is_over: bool = False) -> None:
         """End the measurement. `is_over`: no backward comes for calls that hold something still."""
-        if is_over and self._has_come:
+        if self._has_come and (is_over or not self._holding):
             self._waits = True
             self._holding.clear()
         self._end()

@@ -1,0 +1,53 @@
+"""One budget for modules that nothing around them calls: the stages of a rank's pipeline.
+
+A schedule calls the stages of its rank in turn, forward and backward, with several microbatches in flight.
+A step that was measured shows which calls hold something at each moment, and what else is there (losses, what
+is sent, gradients), as that of a sharded model does; all stages share what that leaves of the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from rkmate.errors import ArgumentError
+from rkmate.parts.sharded import Sharded
+from rkmate.parts.sharded_step import Follower, Signature
+from rkmate.runtime.kept_plans import Planning
+
+
+class Stages(Sharded):
+    """The members of a container, and one budget for all of their calls up to an optimizer's step."""
+
+    _too_large = (
+        "{name}: no plans of its modules keep a step within {budget:,} bytes: what is outside of all plans "
+        "(losses, what is sent, gradients) takes up to {outside:,}, and the smallest budget that can be met "
+        "is about {least:,} bytes ({share:.0%} of the step's own peak of about {plain:,} bytes)")
+    _has_further_calls, _keeps_gradients = True, False
+
+    def __init__(self, model: nn.Module, planning: Planning) -> None:
+        """Raises `ArgumentError`: a number of calls was given."""
+        if planning.settings.calls != 1:
+            raise ArgumentError(f"calls is {planning.settings.calls}, and calls of the modules in a "
+                                f"{type(model).__name__} are counted: leave calls out")
+        super().__init__(model, [*model.children()], planning)
+        self.units, self._too_large = [*model.children()], type(self)._too_large
+        self._kind = self._signatures[None] = Signature()
+
+    @contextmanager
+    def running(self, follower: Follower) -> Iterator[None]:
+        """Around a planned call. The first one after an optimizer's step begins a step."""
+        if self._leading is None or self._version != self._version_now():
+            self._close(is_over=True)
+            self._begin_step(self._kind, ())
+        self._now = self._leading
+        try:
+            with super().running(follower):
+                yield
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            self._now = None
