@@ -68,7 +68,7 @@ from rkmate.torch_seam.modules import (
     is_sharded,
     own_call,
 )
-from rkmate.torch_seam.tensors import version_of
+from rkmate.torch_seam.tensors import inside_backward, version_of
 from rkmate.torch_seam.trace import several_ranks
 
 logger = logging.getLogger("rkmate")
@@ -414,9 +414,9 @@ class Sharded(OneBudget):
                                 f"layers hold as little as they can until it is: {error}")
 
     def _steps_now(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer steps: maybe that of another model, while what this one has made waits."""
+        """An optimizer steps: maybe another model's, while what this one has made waits, or in a backward."""
         own = any(p is self._clock for g in optimizer.param_groups for p in g["params"])
-        if own or not self._goes_on():
+        if (own or not self._goes_on()) and not inside_backward():
             self._close(is_over=own)
 
     def _close(self, is_over: bool = False) -> None:
