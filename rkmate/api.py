@@ -175,11 +175,11 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     if sampled:
         args, kwargs = checked_sample(model, () if args is None else args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, call)
-    if layers:
-        put_plans_into_layers(model, layers, planning, run.verify, run.on_new_shape)
-        return model
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not sampled:       # its members are called
         put_plans_into_members(model, planning, run.verify, run.on_new_shape)
+        return model
+    if layers:
+        put_plans_into_layers(model, layers, planning, run.verify, run.on_new_shape)
         return model
     planning = _counting(planning, plan)
     if planning.settings.parts is None:

@@ -362,11 +362,13 @@ def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: P
 
 def put_plans_into_members(model: nn.Module, planning: Planning, verify: bool,
                            on_new_shape: NewShape) -> None:
-    """Put a plan into each member of a container: all calls up to an optimizer's step share the budget."""
+    """Put a plan into each member of a container, or into its sharded layers: all calls up to an optimizer's
+    step share the budget."""
     take_plan_from(model)
     stages = Stages(model, _sharing(planning))
-    for member in model.children():
-        put_plan_into(member, stages.planning_of(member), verify, on_new_shape, within=stages)
+    for module in stages.planned:
+        put_plan_into(module, stages.planning_of(module), verify, on_new_shape, within=stages)
+    stages.watch(m for m in model.children() if m not in stages.planned)
     put_plan_into(model, stages.planning, verify, on_new_shape, sharded=stages)
 
 

@@ -215,6 +215,9 @@ class Exchanges:
         self._model = model
         self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
         """For the id of each parameter, the parameter, and a hook that runs when it gets its gradient."""
+        self._places = [(m, name) for m in model.modules() for name, p in m.named_parameters(recurse=False)
+                        if is_dtensor(p)]
+        """The modules and names of sharded parameters."""
         self._types: dict[int, torch.dtype] = {}
         """For the id of each parameter, the type of its whole gradient."""
         self.has_come = self._exchanged = False
@@ -240,6 +243,11 @@ class Exchanges:
     def are_kept_whole(self) -> bool:
         """Whether the backward of this step has come, and has exchanged no gradients."""
         return self.has_come and not self._exchanged and bool(self._hooks)
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the sharded parameters that are gathered now."""
+        return sum(p.nbytes for module, name in self._places if not is_dtensor(p := getattr(module, name)))
 
     def watch(self, call: Call, layer: nn.Module) -> None:
         """Note, after the forward of a planned call, when its backward is over. `layer`: gathered now."""
@@ -278,10 +286,12 @@ class Observed:
     """A step in which memory is measured from moment to moment."""
 
     def __init__(self, meter: PartsMeter, standing: int, *, goes_on: bool = False) -> None:
-        """`standing`: bytes that were in memory when the step began, and belong to it. `goes_on`: further
+        """`standing`: bytes that were in memory before, and belong to the step. `goes_on`: further
         calls may come when the backward of all before them is over. Raises `MeterError` where something else
         measures."""
-        self._meter, self._standing, self._goes_on = meter, standing, goes_on
+        self._meter, self._goes_on = meter, goes_on
+        self.standing = standing
+        """Bytes that were in memory when the step began, and belong to it."""
         self._thread = thread_of(meter)
         self._session = stay_open(meter, self._give_up)
         self._stretch = ExitStack()
@@ -369,7 +379,7 @@ class Observed:
         return max((peak for _, peak in self._levels().values()), default=0)
 
     def _levels(self) -> dict[int, tuple[int, int]]:
-        return {k: (begin + self._standing, peak + self._standing)
+        return {k: (begin + self.standing, peak + self.standing)
                 for k, (begin, peak) in self._meter.levels().items()}
 
     def rest(self) -> Rest | None:
