@@ -358,10 +358,9 @@ def of_row(row: Row, rank: int, budget: int | None) -> Seen:
     return trained(step, [p for p in model.parameters() if p.requires_grad], losses)
 
 
-def of_pipeline(name: str, rank: int, budget: float | int | None) -> tuple[Seen, int]:
-    """Train stages of layers: two on two ranks, or four in a zero bubble schedule. `budget`: bytes of the one
-    stage of a rank, whose calls are counted; in a zero bubble schedule, a share of each stage's own peak.
-    Also return the budget in bytes."""
+def of_pipeline(name: str, rank: int, budget: int | None) -> Seen:
+    """Train stages of layers: two on two ranks, or four in a zero bubble schedule. `budget`: bytes of all
+    stages of a rank."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
     zero = name == "zero-bubble"
@@ -371,14 +370,10 @@ def of_pipeline(name: str, rank: int, budget: float | int | None) -> tuple[Seen,
         torch.manual_seed(k)
         models.append(nn.Sequential(*(Block(WIDTH) for _ in range(4 // count))))
     x = torch.randn(16, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
-    runs: list[Any] = models
-    if budget is not None and zero:
-        runs = [rkmate.wrap(m, (x[:4].clone().requires_grad_(k > 0),), budget=budget, calls=4, progress=False,
-                            settings=ANALYTIC) for k, m in zip(mine, models, strict=True)]
-    elif budget is not None:
-        runs = [rkmate.apply(m, budget=budget, progress=False, settings=ANALYTIC) for m in models]
-    stages = [PipelineStage(run, k, count, torch.device("cpu"), input_args=(x[:4],))
-              for k, run in zip(mine, runs, strict=True)]
+    if budget is not None:
+        rkmate.apply(nn.ModuleList(models), budget=budget, progress=False, settings=ANALYTIC)
+    stages = [PipelineStage(model, k, count, torch.device("cpu"), input_args=(x[:4],))
+              for k, model in zip(mine, models, strict=True)]
     kind: Any = ScheduleZBVZeroBubble if zero else Schedule1F1B
     schedule = kind(stages if zero else stages[0], n_microbatches=4, loss_fn=F.mse_loss)
 
@@ -395,8 +390,7 @@ def of_pipeline(name: str, rank: int, budget: float | int | None) -> tuple[Seen,
 
         return now
 
-    return (trained(step, [p for m in models for p in m.parameters()], losses, several=True),
-            0 if budget is None else sum(run.plan.budget_bytes for run in runs) if zero else int(budget))
+    return trained(step, [p for m in models for p in m.parameters()], losses, several=True)
 
 
 def largest(value: float) -> float:
@@ -410,18 +404,15 @@ def beside(name: str, rank: int) -> str:
     """Train with a budget and without, and return a row of the table."""
     if name in PIPELINES:
         label, share = PIPELINES[name], 0.6
-        plain, budget = of_pipeline(name, rank, None)[0], 0.0
+        plain = of_pipeline(name, rank, None)
     else:
         label, share = ROWS[name].label, ROWS[name].share
         plain = of_row(ROWS[name], rank, None)
     own = largest(plain.peak)
     try:
-        if name in PIPELINES:
-            seen, budget = of_pipeline(
-                name, rank, share if name == "zero-bubble" else int(share * plain.peak))
-        else:
-            budget = float(int(share * own))
-            seen = of_row(ROWS[name], rank, int(budget))
+        budget = float(int(share * (plain.peak if name in PIPELINES else own)))
+        seen = of_pipeline(name, rank, int(budget)) if name in PIPELINES else \
+            of_row(ROWS[name], rank, int(budget))
     except rkmate.InfeasibleBudget as error:
         least = size(error.minimum_bytes or 0)
         return f"| {label} | {size(own)} | {share} | refused: {least} at least | | | |"

@@ -26,6 +26,7 @@ from rkmate.parts.apply import (
     planned_call_of,
     put_plan_into,
     put_plans_into_layers,
+    put_plans_into_members,
     take_plan_from,
     wrapped_by_parts,
 )
@@ -138,7 +139,9 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
         model: the module to train. `remove` undoes `apply`; a second `apply` replaces the first. If the model
             is sharded by ``fully_shard``, before or after this call, each sharded layer (the innermost ones)
             gets a plan of its own, and so does the rest of the forward after the last of them: they share the
-            budget of the whole step. `applied` then shows the plan of each layer, and of the rest.
+            budget of the whole step. `applied` then shows the plan of each layer, and of the rest. The
+            members of a ``ModuleList`` or ``ModuleDict`` (the pipeline stages of a rank) share one budget in
+            the same way, for all of their calls up to an optimizer's step.
         args, kwargs: sample inputs, to plan now. Without them, the first call that records gradients is
             planned when it comes: with the real batch, in the mode that it is trained in.
         budget: as for `wrap`; a fraction refers to the peak of the first call.
@@ -172,6 +175,9 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     if sampled:
         args, kwargs = checked_sample(model, () if args is None else args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, call)
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not sampled:       # its members are called
+        put_plans_into_members(model, planning, run.verify, run.on_new_shape)
+        return model
     if layers:
         put_plans_into_layers(model, layers, planning, run.verify, run.on_new_shape)
         return model

@@ -21,10 +21,9 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
             options: Mapping[str, Any] | None = None, **ignored: Any) -> Callable[..., Any]:
     """Plan each graph that Dynamo captures, when it is first called with gradients.
 
-    All graphs whose forwards run before one backward share the budget, from the second step on; with
-    ``offload``, ``calls`` or ``budget="auto"``, each has it for itself, and a warning says so. Dynamo
-    hands the parameters over as inputs, so their gradients leave together at the end of the graph's
-    backward.
+    All graphs whose forwards run before one backward share the budget, from the second step on; with a
+    limit of ``offload``, or ``budget="auto"``, each has it for itself, and a warning says so. Dynamo hands
+    the parameters over as inputs, so their gradients leave together at the end of the graph's backward.
 
     Args:
         graph, examples: from Dynamo.
@@ -46,9 +45,10 @@ def backend(graph: torch.fx.GraphModule, examples: Sequence[Any], *,
     if any(isinstance(e, (torch.SymInt, int)) for e in examples):
         raise ArgumentError("the rkmate backend plans fixed shapes: compile with dynamic=False")
     _ = graph.code                  # Dynamo's graphs write their forward when it is first needed
-    alone = [name for name, given in (("offload", call.settings.offload is not None),
-                                      ("calls", call.settings.calls != 1),
-                                      ('budget="auto"', budget == "auto")) if given]
+    offload = call.settings.offload
+    alone = [name for name, given in (
+        ("a limit of offload", offload is not None and offload.most_bytes is not None),
+        ('budget="auto"', budget == "auto")) if given]
     step = _steps.get(id(options))
     if step is None:
         step = _steps[id(options)] = EachAlone(alone, options) if alone else \

@@ -29,6 +29,7 @@ from rkmate.parts.by_parts import Parts
 from rkmate.parts.one_budget import sharded_layers, take_watch_from
 from rkmate.parts.sharded import Sharded
 from rkmate.parts.sharded_step import Follower
+from rkmate.parts.stages import Stages
 from rkmate.runtime.kept_plans import (
     REPLACED,
     Executable,
@@ -380,6 +381,18 @@ def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: P
         put_plan_into(layer, sharded.planning_of(layer), verify, on_new_shape, within=sharded)
     sharded.watch(sharded.units)
     put_plan_into(model, sharded.planning, verify, on_new_shape, sharded=sharded)
+
+
+def put_plans_into_members(model: nn.Module, planning: Planning, verify: bool,
+                           on_new_shape: NewShape) -> None:
+    """Put a plan into each member of a container, or into its sharded layers: all calls up to an optimizer's
+    step share the budget."""
+    take_plan_from(model)
+    stages = Stages(model, _sharing(planning))
+    for module in stages.planned:
+        put_plan_into(module, stages.planning_of(module), verify, on_new_shape, within=stages)
+    stages.watch(m for m in model.children() if m not in stages.planned)
+    put_plan_into(model, stages.planning, verify, on_new_shape, sharded=stages)
 
 
 def move_plan_into_layers(model: nn.Module, layers: list[nn.Module]) -> None:

@@ -320,6 +320,10 @@ class OneBudget:
     """The message that no schedules keep to the budget."""
     _plain_is_fallback = False
     """Whether a step runs as it is where the budget has room for that."""
+    _has_further_calls = False
+    """Whether a step may go on when the backward of all of its calls so far is over."""
+    _keeps_gradients = True
+    """Whether the gradients of parameters stay until the backward of a call is over."""
 
     def __init__(self, model: nn.Module, planning: Planning) -> None:
         settings = planning.settings

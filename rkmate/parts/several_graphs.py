@@ -96,6 +96,8 @@ class SeveralGraphs(OneBudget):
         """`options`: of that ``torch.compile``, by whose identity its graphs know each other."""
         super().__init__(nn.Module(), Planning(budget, settings.planner_name, settings, False))
         self._run, self._loss, self._options = settings.run, settings.loss_bytes, options
+        self._calls = settings.calls
+        """Calls of one graph that its own plan is for."""
         self._uncalled: weakref.WeakSet[StepGraph] = weakref.WeakSet()
         """Graphs that have not been called yet: DistributedDataParallel makes all of a step's at once."""
         self._now: list[StepGraph] = []
@@ -112,7 +114,8 @@ class SeveralGraphs(OneBudget):
         """Note that a graph is called. Raises `InfeasibleBudget`."""
         if not any(g.is_open for g in self._now):
             found = tuple(self._now)
-            if len(found) > 1 and found not in self._known:
+            of_one_plan = self._calls if len(set(found)) == 1 else 1
+            if len(found) > of_one_plan and found not in self._known:
                 self._known.append(found)
                 self._is_shared = False
             self._now = []
@@ -174,4 +177,4 @@ class SeveralGraphs(OneBudget):
         calls = max((Counter(known)[graph] for known in self._known), default=1)
         graph.module = PlannedModule(graph.graph, replace(
             self.planning, budget=Budget(bytes=plan.planned.plan.budget_bytes),
-            calls_at_once=max(1, calls)), self._run.verify, self._run.on_new_shape, (plan,))
+            calls_at_once=max(self._calls, calls)), self._run.verify, self._run.on_new_shape, (plan,))

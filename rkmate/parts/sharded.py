@@ -50,7 +50,7 @@ from rkmate.parts.one_budget import (
     undisturbed,
 )
 from rkmate.parts.sharded_rest import GIVEN, Reached, RestOfForward
-from rkmate.parts.sharded_step import Exchanges, Follower, Observed, Signature, bounds, tied
+from rkmate.parts.sharded_step import KEPT, Exchanges, Follower, Observed, Signature, bounds, tied
 from rkmate.pipeline.part_plans import ways_of
 from rkmate.pipeline.prepare import Blocked, block, trace, with_operation_costs
 from rkmate.pipeline.variants import CHUNKED_LOSS, first, together
@@ -68,7 +68,7 @@ from rkmate.torch_seam.modules import (
     is_sharded,
     own_call,
 )
-from rkmate.torch_seam.tensors import version_of
+from rkmate.torch_seam.tensors import inside_backward, version_of
 from rkmate.torch_seam.trace import several_ranks
 
 logger = logging.getLogger("rkmate")
@@ -80,8 +80,6 @@ AGAIN, CLOSE = 2, 1.5
 most this multiple of it: threads of gloo may have let go of what was exchanged late."""
 MANY = 64
 """Calls in one step, at most: outputs that stay alive, and for which no backward comes, hold no step open."""
-KEPT = 64
-"""Signatures of the model whose plans are kept."""
 LATER = 16
 """From this step on, steps are measured whose number is a power of two: they may take more than before."""
 _WAITS = "waits"
@@ -136,15 +134,15 @@ class Sharded(OneBudget):
         self._now: Signature | None = None
         """The signature of the call that is running."""
         self._leading: Signature | None = None
-        """The signature of the first call of the step, which stands for the step."""
+        """The calls of the step so far."""
         self._clock = next((p for p in model.parameters() if p.requires_grad), None)
-        self._version = self._calls_of_step = 0
-        self._training = True
+        self._version, self._training, self._has_new_parts = 0, True, False
         self._leader: Sharded = self
         """The model that is called first in the step this one takes part in: it shares the budget out."""
         self._guests: weakref.WeakSet[Sharded] = weakref.WeakSet()
         """Other models that have been called in steps of this one."""
-        self._step: tuple[Signature, Observed] | None = None
+        self._step: Observed | None = None
+        self._wanted: list[Signature] = []      # what the step is measured for
         self._until: Callable[[], None]
         """Ends the look-out for an optimizer's step, before which the measurement ends."""
         self._steps, self._agreed, self._again = 0, AGREED, AGAIN
@@ -189,11 +187,12 @@ class Sharded(OneBudget):
                tuple(map(by_content, constants)), self._model.training)
         now = self._signatures.setdefault(key, Signature())
         if len(self._signatures) > KEPT:
-            self._forget(next(k for k, s in self._signatures.items() if s not in (now, self._leading)))
+            self._forget(next(k for k, s in self._signatures.items()
+                              if s is not now and self._leading not in s.family))
         if leader is None:
             self._begin_step(now, (args, kwargs))
         else:
-            leader._is_joined_by(self)
+            leader._is_joined_by(self, key)
         self._now = now
         try:
             return call(*args, **kwargs)
@@ -209,15 +208,15 @@ class Sharded(OneBudget):
         have returned waits for its backward, and the parameters are what they were. `called`: the model that
         is called: calls in evaluation whose outputs are kept are not part of a training step."""
         return (self._leading is not None and self._version == self._version_now()
-                and self._calls_of_step < MANY
+                and self._leading.number < MANY
                 and (called is not self or self._training == self._model.training)
                 and any(follower.cache.open_calls.now() for m in self._of_step for follower in m._chosen))
 
-    def _is_joined_by(self, model: Sharded) -> None:
-        """Note that a model is called, this one or another, in a step that this one has begun."""
+    def _is_joined_by(self, model: Sharded, key: Any) -> None:
+        """Note that a model is called, this one or another, in a step that this one has begun. `key`: its
+        arguments, except for values."""
         assert self._leading is not None
-        self._calls_of_step += 1
-        self._leading.has_calls(self._calls_of_step)
+        self._leading = self._leading.followed_by((model._number, key))
         if model._leader is not self:
             model._close()
             model._leader, model._leading = self, None
@@ -236,24 +235,31 @@ class Sharded(OneBudget):
     def _begin_step(self, now: Signature, given: Any) -> None:
         """Begin a step, whose first call has this signature."""
         if self._leading is not None:
-            self._leading.is_trained = any(m._exchanges.has_come for m in self._of_step)
+            self._leading.ends(any(m._exchanges.has_come for m in self._of_step), self._has_new_parts)
         self._leader, self._leading, self._training = self, now, self._model.training
-        self._version, self._calls_of_step = self._version_now(), 1
-        self._steps += now.is_trained or not now.calls
+        self._version, self._has_new_parts = self._version_now(), False
+        self._steps += now.is_begun
         for model in self._of_step:
             model._exchanges.step_begins()
         if self._whole_gradients > self._standing:
             self._make_room(self._whole_gradients)
         if self._steps == 1:
-            logger.warning("%s is sharded: this step plans its layers, and the next one is measured. Both "
+            logger.warning("%s: this step plans its layers, and the next one is measured. Both "
                            "take as little as is known before, which may be more than the budget", self._type)
-        self._share_out(now, ranks_that_share(self._model) if self._steps == self._agreed else None)
+        ranks = ranks_that_share(self._model) if self._steps == self._agreed else None
+        self._share_out(now.next_shared, ranks)
         now.calls += 1
         if now.calls >= LATER and not now.calls & now.calls - 1:
-            now.check_again()
-        if now.calls > 1 and now.is_trained and (now.rest is None or (
-                now.checks and self._standing == self._whole_gradients)):
-            self._observe(now, given)
+            for signature in now.family:
+                signature.check_again()
+        self._wanted = now.wanted(self._standing == self._whole_gradients)
+        if self._wanted:
+            self._observe(given)
+
+    @property
+    def _all(self) -> list[Signature]:
+        """All known steps that this model begins."""
+        return [s for first in self._signatures.values() for s in first.family]
 
     @property
     def _whole_gradients(self) -> int:
@@ -262,8 +268,8 @@ class Sharded(OneBudget):
 
     def _forget(self, key: Any) -> None:
         """Forget a signature, and the plans that no other one has."""
-        old = {part for _, part in self._signatures.pop(key).observed}
-        old -= {part for m in _models.values() for s in m._signatures.values() for _, part in s.observed}
+        old = {part for s in self._signatures.pop(key).family for _, part in s.observed}
+        old -= {part for m in _models.values() for s in m._all for _, part in s.observed}
         for model in self._of_step:
             model._parts = [part for part in model._parts if part not in old]
             for follower, chosen in model._chosen.items():
@@ -338,8 +344,8 @@ class Sharded(OneBudget):
         model, chosen = follower.original, self._chosen.setdefault(follower, {})
         if self._now is None:
             self._warn_once("elsewhere", (
-                f"{self._type} is sharded, and a sharded layer is called from elsewhere than the model's "
-                "forward: no step shows what the budget leaves for it, so it holds as little as it can"))
+                f"{self._type}: a sharded layer is called from elsewhere than the model's forward: no step "
+                "shows what the budget leaves for it, so it holds as little as it can"))
         part = next((p for p in self._parts if p.example.fits(model, key)), None)
         if part in chosen:
             return
@@ -350,10 +356,7 @@ class Sharded(OneBudget):
         chosen[part] = part.first, part.example
         follower.cache.follow([p for _, p in chosen.values()])
         self._leader._close()
-        leading = self._leader._leading
-        if self._now is not None and leading is not None:           # the next step is measured (again)
-            leading.start_again()
-            leading.calls = 1
+        self._leader._has_new_parts |= self._now is not None        # the next step is measured (again)
 
     def _new_part(self, follower: Follower, key: Guards, args: tuple[Any, ...],
                   kwargs: dict[str, Any]) -> Part:
@@ -374,7 +377,8 @@ class Sharded(OneBudget):
                 counted = with_operation_costs(blocked, [costs[i] for i in range(len(costs))])
                 return max(1, self.planning.budget.of(self._about() + counted.baseline_peak) // 2)
 
-            ways = functools.partial(ways_of, traced, planning.planner, limit, 0.0, keeps_gradients=True)
+            ways = functools.partial(ways_of, traced, planning.planner, limit, 0.0,
+                                     keeps_gradients=self._keeps_gradients)
             part = Part(model, key, traced, [ways()], not any(
                 forward_hooks_of(m) or forward_pre_hooks_of(m) for m in model.modules() if m is not model))
             if traced.settings.chunked_loss == "auto" and block(traced).concerned.get(CHUNKED_LOSS.name):
@@ -385,8 +389,7 @@ class Sharded(OneBudget):
         return part
 
     def _about(self) -> int:
-        """Return the bytes that the planned calls of a step would save without recomputation, and those of
-        the model's own parameters."""
+        """Return the bytes that planned calls save without recomputation, and those of own parameters."""
         return own_bytes(self._model, self.units) + sum(
             part.whole.saved for chosen in self._chosen.values() for part in chosen)
 
@@ -400,20 +403,20 @@ class Sharded(OneBudget):
 
     # -- a step ---------------------------------------------------------------------------
 
-    def _observe(self, now: Signature, given: Any) -> None:
+    def _observe(self, given: Any) -> None:
         place = devices.common([*self._model.parameters(), *self._model.buffers(), *tensors_in(given)])
         try:
-            self._step = now, Observed(place.parts_meter(), self._whole_gradients)
+            self._step = Observed(place.parts_meter(), self._whole_gradients, goes_on=self._has_further_calls)
             self._until = before_optimizers(self._steps_now)
         except MeterError as error:
-            if now.rest is None:
+            if any(s.rest is None for s in self._wanted):
                 self._warn_once("meter", f"the step of {self._type} cannot be measured now, and its sharded "
                                 f"layers hold as little as they can until it is: {error}")
 
     def _steps_now(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer steps: maybe that of another model, while what this one has made waits."""
+        """An optimizer steps: maybe another model's, while what this one has made waits, or in a backward."""
         own = any(p is self._clock for g in optimizer.param_groups for p in g["params"])
-        if own or not self._goes_on():
+        if (own or not self._goes_on()) and not inside_backward():
             self._close(is_over=own)
 
     def _close(self, is_over: bool = False) -> None:
@@ -421,15 +424,16 @@ class Sharded(OneBudget):
         that hold something still."""
         if self._step is None:
             return
-        (signature, step), self._step = self._step, None
+        step, self._step, signature = self._step, None, self._leading
         self._until()
         step.close(is_over)
-        if signature.lacks(self._calls_of_step):
+        if signature is None or not any(m._exchanges.has_come for m in self._of_step):      # an evaluation
             return
+        signature.has_come_for(self._wanted)
         signature.note(step, any(m._exchanges.are_kept_whole for m in self._of_step),
                        budget := self._budget_of(signature))
         if signature.is_shared and signature.over <= budget < signature.most_taken:
-            logger.warning("%s is sharded: a step that was measured has taken %s bytes of the budget of %s, "
+            logger.warning("%s: a step that was measured has taken %s bytes of the budget of %s, "
                            "and another one %s: threads of the backend let go of exchanged buffers late in "
                            "some steps", self._type, *(f"{n:,}" for n in (signature.most_taken, budget,
                                                                      signature.over)))
@@ -439,7 +443,7 @@ class Sharded(OneBudget):
     def running(self, follower: Follower) -> Iterator[None]:
         """Around a planned call."""
         leader = self._leader
-        step = None if leader._step is None or self._now is None else leader._step[1]
+        step = None if self._now is None else leader._step
         if step is not None:
             step.forward_begins()
         yield
@@ -462,7 +466,7 @@ class Sharded(OneBudget):
         """Share the budget out, if a step of this signature was measured. `ranks`: all take the largest
         figures of any, and if there is no plan for one of them, all raise."""
         if ranks is not None:
-            own = now.rest or next((s.rest for s in self._signatures.values() if s.rest is not None), None)
+            own = now.rest or next((s.rest for s in self._all if s.rest is not None), None)
             told = [text for text in ranks.told(
                 _WAITS if self._whole_gradients else "" if own is None else own.row()) if text]
             if _WAITS in told or not told:          # nothing was measured: all steps were evaluations
@@ -496,7 +500,7 @@ class Sharded(OneBudget):
                 return
             if least is not None:
                 raise refused or InfeasibleBudget(
-                    f"{self._type} is sharded, and no plans of its layers on another rank "
+                    f"{self._type}: no plans of its layers on another rank "
                     f"keep to the budget: the smallest that can be met there is about {least:,} bytes", least)
         elif refused is not None:
             raise refused
@@ -505,11 +509,11 @@ class Sharded(OneBudget):
     def _make_room(self, standing: int) -> None:
         """Plan again, with room for whole gradients: a step before has exchanged none. `standing`: their
         bytes, at most."""
-        shared = [s for s in self._signatures.values() if s.is_shared and s.rest is not None]
+        shared = [s for s in self._all if s.is_shared and s.rest is not None]
         kept = (f"up to {standing:,} bytes of whole gradients, which stay in memory until a backward "
                 "exchanges them (set_requires_gradient_sync(True))")
         (warn if shared else logger.warning)(
-            f"{self._type} is sharded: its last backward has exchanged no gradients, and leaves {kept}. "
+            f"{self._type}: its last backward has exchanged no gradients, and leaves {kept}. "
             + "".join(f"They come on top of the budget of {budget:,} bytes now. " for budget in
                       set(map(self._budget_of, shared)))
             + "The next step that exchanges them is measured, and later steps have plans that leave room for "
@@ -518,7 +522,7 @@ class Sharded(OneBudget):
             self._too_large += (f". This is with {kept}: exchange gradients in each backward, and the budget "
                                 "needs no room for them")
         self._standing = standing
-        for signature in self._signatures.values():
+        for signature in self._all:
             signature.start_again()
         for follower, chosen in [pair for m in self._of_step for pair in m._chosen.items()]:
             chosen.update({part: (part.first, part.example) for part in chosen})
@@ -529,7 +533,7 @@ class Sharded(OneBudget):
         budget = self._budget_of(now)
         taken, now.taken = now.taken, 0
         if taken > budget > 0:
-            warn(f"{self._type} is sharded: the step that was measured has taken {taken:,} bytes of the "
+            warn(f"{self._type}: the step that was measured has taken {taken:,} bytes of the "
                  f"budget of {budget:,}. {then}")
 
     def _budget_of(self, now: Signature) -> int:
@@ -542,7 +546,7 @@ class Sharded(OneBudget):
         `InfeasibleBudget`: the plans that take least together are followed then."""
         rest, now.is_shared = now.rest, True
         assert rest is not None
-        budgets = {s: m._budget_of(s) for m in [self, *_models.values()] for s in m._signatures.values()}
+        budgets = {s: m._budget_of(s) for m in [self, *_models.values()] for s in m._all}
         alike = tied(now, [s for s in budgets if s.is_shared and s.rest is not None])
         calls = Counter(now.observed)
         for other in alike:
@@ -571,9 +575,9 @@ class Sharded(OneBudget):
         self._follow(tuple(calls), shared)
         now.begin_checks()
         for signature in budgets:
-            if signature is not now and (signature in alike or signature not in self._signatures.values()):
+            if signature is not now and (signature in alike or signature not in self._all):
                 signature.check_again()         # a step of several models may take more now
-        logger.warning("%s is sharded: from this step on, a step takes about %s bytes of the budget of %s. "
+        logger.warning("%s: from this step on, a step takes about %s bytes of the budget of %s. "
                        "Outside of all plans are up to %s bytes (gathered parameters, their gradients, "
                        "buffers of the exchange)", self._type, f"{shared.taken:,}",
                        f"{budget:,}", f"{max(rest.figures[:3]):,}")

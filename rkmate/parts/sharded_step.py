@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +30,14 @@ from rkmate.torch_seam.dtensor import is_dtensor, local_part
 from rkmate.torch_seam.modules import is_sharded, whole_gradient_type
 from rkmate.torch_seam.tensors import after_backward, key_of
 
-FEWER = 8
-"""Measured steps with fewer calls than some step had, at most, that are not noted."""
+PATIENCE = 8
+"""Steps that are measured, at most, in case one of them makes the calls of a step that was not measured when
+it came. Each time that such a step comes again without being measured, as many again as before."""
+KEPT = 64
+"""Kinds of steps that begin with equal calls, and kinds of first calls, that are known at once."""
+EVALUATIONS = 8
+"""Steps without a backward (evaluation that records gradients) in a row, from which on such steps are not
+measured."""
 CHECKS = 3
 """Steps that follow the shared budget and are measured, until one keeps to it."""
 
@@ -74,13 +80,20 @@ class Follower(PlannedModule):
 
 @dataclass(eq=False)
 class Signature:
-    """Calls of a sharded model with equal arguments except for values, and what its steps have shown."""
+    """The calls of sharded models in one step, each with its arguments except for values, and what such steps
+    have shown. A call that may be followed by others is a step of its own."""
 
     tail: int | bool | None = None
     """The number of calls of sharded modules after which the rest is planned; False if it is not; None: not
     known yet."""
+    family: list[Signature] = field(default_factory=list)
+    """The steps that begin with the same call, the one that ends with it first."""
+    further: dict[Any, Signature] = field(default_factory=dict)
+    """By a further call, the step that goes on with it."""
+    number: int = 1
+    """The number of calls of the step."""
     calls: int = 0
-    """Steps that were begun."""
+    """Steps that were begun with this call."""
     rest: Rest | None = None
     """What is outside of all plans, once a step was measured that has exchanged its gradients."""
     unexchanged: Rest | None = None
@@ -101,28 +114,61 @@ class Signature:
     """Bytes that these have taken, at least; 0 before the first of them."""
     most_taken: int = 0
     """Bytes that these have taken, at most."""
-    most: int = 1
-    """Calls of the model in one step, at most: several before a backward are one step."""
-    is_trained: bool = False
-    """Whether a backward has come in its last step: evaluation that records gradients is not measured."""
-    fewer: int = 0
-    """Measured steps with fewer calls since."""
+    untrained: int = EVALUATIONS
+    """Steps that ended here since one in which a backward has come: evaluation is not measured for long."""
+    missed: int = 0
+    """Steps that were measured for this one, and that made other calls."""
+    patience: int = PATIENCE
+    """How many of these there may be."""
 
-    def has_calls(self, count: int) -> None:
-        """Note the number of calls of a step so far. If there are more than in any before, the step is
-        measured again."""
-        if count > self.most:
-            self.most, self.fewer = count, 0
+    def __post_init__(self) -> None:
+        self.family.append(self)
+
+    def followed_by(self, key: Any) -> Signature:
+        """Return the step that goes on with a further call."""
+        found = self.further.get(key)
+        if found is None:
+            if len(self.family) >= KEPT:
+                self.family[0].further.clear()
+                del self.family[1:]
+            found = self.further[key] = Signature(number=self.number + 1, family=self.family)
+        return found
+
+    def ends(self, is_trained: bool, has_new_parts: bool) -> None:
+        """Note that a step has ended here. `is_trained`: whether a backward has come; `has_new_parts`: calls
+        that had no plans before."""
+        self.untrained = 0 if is_trained else self.untrained + 1
+        if has_new_parts:
             self.start_again()
+        if self.rest is None and self.missed >= self.patience:
+            self.missed, self.patience = 0, 2 * self.patience
 
-    def lacks(self, count: int) -> bool:
-        """Return whether a measured step with so many calls shows too little: others had more."""
-        self.fewer += count < self.most
-        return count < self.most and self.fewer <= FEWER
+    def wanted(self, is_comparable: bool) -> list[Signature]:
+        """Return the steps that begin with the same call, and are to be measured. `is_comparable`: whether as
+        many gradients are in memory as in those that were measured before."""
+        return [s for s in self.family if s.untrained < EVALUATIONS and s.missed < s.patience and (
+            s.rest is None or (s.checks and is_comparable))]
+
+    def has_come_for(self, others: Iterable[Signature]) -> None:
+        """Note that such a step was measured, for itself or for others."""
+        self.missed = 0
+        for other in others:
+            other.missed += other is not self
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a step that begins with this call was the first such one, or is trained."""
+        return not self.calls or any(s.untrained < EVALUATIONS for s in self.family)
+
+    @property
+    def next_shared(self) -> Signature:
+        """The next step that begins with this call, and for which the budget is to be shared out."""
+        waits = [s for s in self.family if not s.is_shared]
+        return next((s for seen in ("rest", "earlier") for s in waits if getattr(s, seen) is not None), self)
 
     def start_again(self) -> None:
         """Forget what was measured: the next step is measured again."""
-        self.rest, self.is_shared, self.checks, self.checked = None, False, 0, None
+        self.rest, self.is_shared, self.checks, self.checked, self.missed = None, False, 0, None, 0
 
     def note(self, step: Observed, kept_whole: bool, budget: int) -> None:
         """Note what a measured step has shown. `kept_whole`: whether it has exchanged no gradients. Steps are
@@ -145,7 +191,7 @@ class Signature:
     def check_again(self) -> None:
         """Measure the next steps: another model may hold more in them now."""
         if self.is_shared:
-            self.checks, self.checked, self.over = CHECKS, None, 0
+            self.checks, self.checked, self.over, self.missed = CHECKS, None, 0, 0
 
     def _check(self, found: Rest | None, peak: int, budget: int) -> None:
         """Note what a step has shown that follows the shared budget. If all that are measured exceed it, what
@@ -169,6 +215,9 @@ class Exchanges:
         self._model = model
         self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
         """For the id of each parameter, the parameter, and a hook that runs when it gets its gradient."""
+        self._places = [(m, name) for m in model.modules() for name, p in m.named_parameters(recurse=False)
+                        if is_dtensor(p)]
+        """The modules and names of sharded parameters."""
         self._types: dict[int, torch.dtype] = {}
         """For the id of each parameter, the type of its whole gradient."""
         self.has_come = self._exchanged = False
@@ -194,6 +243,11 @@ class Exchanges:
     def are_kept_whole(self) -> bool:
         """Whether the backward of this step has come, and has exchanged no gradients."""
         return self.has_come and not self._exchanged and bool(self._hooks)
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the sharded parameters that are gathered now."""
+        return sum(p.nbytes for module, name in self._places if not is_dtensor(p := getattr(module, name)))
 
     def watch(self, call: Call, layer: nn.Module) -> None:
         """Note, after the forward of a planned call, when its backward is over. `layer`: gathered now."""
@@ -231,10 +285,13 @@ class Exchanges:
 class Observed:
     """A step in which memory is measured from moment to moment."""
 
-    def __init__(self, meter: PartsMeter, standing: int) -> None:
-        """`standing`: bytes that were in memory when the step began, and belong to it. Raises `MeterError`
-        where something else measures."""
-        self._meter, self._standing = meter, standing
+    def __init__(self, meter: PartsMeter, standing: int, *, goes_on: bool = False) -> None:
+        """`standing`: bytes that were in memory before, and belong to the step. `goes_on`: further
+        calls may come when the backward of all before them is over. Raises `MeterError` where something else
+        measures."""
+        self._meter, self._goes_on = meter, goes_on
+        self.standing = standing
+        """Bytes that were in memory when the step began, and belong to it."""
         self._thread = thread_of(meter)
         self._session = stay_open(meter, self._give_up)
         self._stretch = ExitStack()
@@ -292,7 +349,7 @@ class Observed:
     def _backward_over(self) -> None:
         """A backward is over. If it was that of all calls, the measurement goes on until another one begins:
         what a thread has begun, autograd's engine gives it back after this."""
-        if self._holding:
+        if self._holding or self._goes_on:
             self._waits, self._has_come = False, True
             return
         self._end()
@@ -310,7 +367,7 @@ class Observed:
 
     def close(self, is_over: bool = False) -> None:
         """End the measurement. `is_over`: no backward comes for calls that hold something still."""
-        if is_over and self._has_come:
+        if self._has_come and (is_over or not self._holding):
             self._waits = True
             self._holding.clear()
         self._end()
@@ -322,7 +379,7 @@ class Observed:
         return max((peak for _, peak in self._levels().values()), default=0)
 
     def _levels(self) -> dict[int, tuple[int, int]]:
-        return {k: (begin + self._standing, peak + self._standing)
+        return {k: (begin + self.standing, peak + self.standing)
                 for k, (begin, peak) in self._meter.levels().items()}
 
     def rest(self) -> Rest | None:

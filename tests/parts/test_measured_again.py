@@ -14,7 +14,7 @@ from torch import nn
 import rkmate
 from rkmate.parts.one_budget import Part, Rest
 from rkmate.parts.sharded import AGAIN, AGREED, Sharded
-from rkmate.parts.sharded_step import Signature, bounds, tied
+from rkmate.parts.sharded_step import EVALUATIONS, KEPT, PATIENCE, Signature, bounds, tied
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.several_calls import Way
 
@@ -151,3 +151,44 @@ def test_a_call_that_is_planned_anew_can_be_observed_at_once() -> None:
     planned = rkmate.wrap(nn.Linear(2, 2), (torch.ones(1, 2),), budget=1.0, progress=False,
                           settings=Settings(costs="analytic"))
     assert planned._plans.latest_capture is not None
+
+
+def test_a_step_that_makes_other_calls_is_measured_when_it_comes_again() -> None:
+    usual = Signature()
+    assert not usual.wanted(True)
+    usual.ends(True, False)
+    assert usual.wanted(True) == [usual]
+    usual.rest, usual.is_shared = SEEN, True
+    longer = usual.followed_by("a longer call")
+    assert longer is usual.followed_by("a longer call") and not usual.wanted(True)
+    longer.ends(True, False)
+    assert usual.wanted(True) == [longer]
+    for _ in range(PATIENCE):                           # it does not come again
+        usual.has_come_for([longer])
+    assert not usual.wanted(True)
+    longer.ends(True, False)
+    assert usual.wanted(True) == [longer] and longer.patience == 2 * PATIENCE
+    longer.rest = SEEN
+    assert usual.next_shared is longer and not usual.wanted(True)
+
+
+def test_what_has_calls_without_plans_is_measured_again() -> None:
+    usual = Signature(rest=SEEN, is_shared=True)
+    usual.ends(True, True)
+    assert usual.wanted(True) == [usual]
+
+
+def test_evaluation_between_training_steps_does_not_end_the_measurement() -> None:
+    usual = Signature()
+    usual.ends(True, False)
+    for _ in range(EVALUATIONS):
+        assert usual.wanted(True) == [usual]
+        usual.ends(False, False)
+    assert not usual.wanted(True)
+
+
+def test_the_number_of_known_steps_is_limited() -> None:
+    usual = Signature()
+    for k in range(2 * KEPT):
+        usual.followed_by(k).followed_by("more")
+        assert len(usual.family) <= KEPT + 1

@@ -148,22 +148,59 @@ def test_graphs_of_one_step_share_the_budget(kind: str, request: pytest.FixtureR
         assert caught.value.minimum_bytes < budget
 
 
-def test_graphs_that_cannot_share_the_budget_say_so() -> None:
-    """Once, in the first step; a single graph of several calls says nothing."""
+def test_graphs_of_several_calls_share_the_budget() -> None:
+    torch.manual_seed(0)
+    model, x = _Broken(width=256, depth=6), torch.randn(1024, 256)
+
+    def loss(run: Any) -> Any:
+        return run(x).pow(2).sum() + run(x.neg()).pow(2).sum()
+
+    peak = devices.of(x).measure_peak(lambda: gradients(model, model, loss)).peak
+    budget = int(0.6 * peak)
+    compiled = torch.compile(model, backend=rkmate.compile.backend, dynamic=False, options={
+        "budget": budget, "calls": 2, "settings": rkmate.Settings(costs="analytic")})
+    peaks = []
+    for _ in range(4):
+        assert_same_gradients(model, compiled, loss)
+        peaks.append(devices.of(x).measure_peak(lambda: gradients(model, compiled, loss)).peak)
+    assert max(peaks[1:]) <= budget
+
+
+def test_graphs_of_one_step_that_send_data_away_share_the_budget(monkeypatch: pytest.MonkeyPatch,
+                                                                  tmp_path: Path) -> None:
+    engine = use(monkeypatch, LateEngine())
+    fast = Link(1e12, 1e12, 0.0, BUFFERS, None, str(tmp_path))
+    monkeypatch.setattr("rkmate.offload.target.stated_link", lambda *_: fast)
+    torch.manual_seed(0)
+    model, x = _Broken(width=256, depth=8), torch.randn(1024, 256)
+    peak = devices.of(x).measure_peak(lambda: gradients(model, model, lambda run: run(x).pow(2).sum())).peak
+    budget = int(0.6 * peak)
+    compiled = torch.compile(model, backend=rkmate.compile.backend, dynamic=False, options={
+        "budget": budget, "offload": tmp_path, "settings": rkmate.Settings(costs="analytic")})
+    for _ in range(3):
+        assert_same_gradients(model, compiled, lambda run: run(x).pow(2).sum())
+    assert devices.of(x).measure_peak(
+        lambda: gradients(model, compiled, lambda run: run(x).pow(2).sum())).peak <= budget
+    assert engine.opened and engine.words.count("out") > 2
+
+
+def test_graphs_that_cannot_share_the_budget_say_so(tmp_path: Path) -> None:
+    """Once, in the first step; a single graph says nothing."""
     torch.manual_seed(0)
     x = torch.randn(64, 16)
 
     def step(model: nn.Module) -> list[str]:
         compiled = torch.compile(model, backend=rkmate.compile.backend, dynamic=False, options={
-            "budget": 0.8, "calls": 2, "settings": rkmate.Settings(costs="analytic")})
+            "budget": 0.9, "offload": rkmate.Offload(tmp_path, "1GiB"),
+            "settings": rkmate.Settings(costs="analytic")})
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             for _ in range(2):
-                (compiled(x).sum() + compiled(x).sum()).backward()
+                compiled(x).sum().backward()
         return [str(w.message) for w in heard if issubclass(w.category, rkmate.RkmateWarning)]
 
     (told,) = step(_Broken(depth=4))
-    assert "with calls each of them has the whole budget" in told
+    assert "with a limit of offload each of them has the whole budget" in told
     assert not step(Tower(depth=4))
 
 
