@@ -219,12 +219,14 @@ choose kernels of about equal size."""
 
 def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
                       leaner: Callable[[tuple[int, ...], int], Prepared],
-                      search: Callable[[Prepared, float | None], Planned | None]) -> Plan:
+                      search: Callable[[Prepared, float | None], Planned | None],
+                      below: float = math.inf) -> Plan:
     """Return a plan within `limit` bytes that is faster by its kernels, or the plan as it is.
 
     `prepared`: the graph of the plan. `leaner`: `leaner_left_out` of it. `search`: over what that returns,
     within some seconds, or the planner's own; None where it finds nothing. All searches together take what
     ``planning_seconds`` leaves; where there is a link and no such limit, about as long as the first one.
+    `below`: a step that takes as many seconds is of no use.
     """
     if prepared.settings.calls != 1:
         return plan
@@ -237,7 +239,7 @@ def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
     wide = tuple(i for i, c in enumerate(graph.c)
                  if c.time - fastest(c) > WORTH * plan.step_seconds and _levels(c))
     for level in range(max((len(_levels(graph.c[i])) for i in wide), default=0), 0, -1):
-        worth = (1 - WORTH) * plan.step_seconds
+        worth = min((1 - WORTH) * plan.step_seconds, below)
         if seconds_to_gain(graph, plan.schedule) < plan.step_seconds - worth:
             break
         left = None if seconds is None else seconds - spent - (time.perf_counter() - start)
@@ -330,18 +332,19 @@ class Found:
             seconds, self.plan.step_seconds))
 
 
-def fastest_plan(prepared: Prepared, method: Planner, limit: int) -> Found | Refused:
-    """Return a plan of one variant for one budget alone."""
+def fastest_plan(prepared: Prepared, method: Planner, limit: int, below: float = math.inf) -> Found | Refused:
+    """Return a plan of one variant for one budget alone. `below`: the seconds of a step that the variant has
+    to beat."""
     found = _whole_or_searched(prepared, method, limit)
-    return found if isinstance(found, Refused) else in_larger_tiles(found, method, limit)
+    return found if isinstance(found, Refused) else in_larger_tiles(found, method, limit, below)
 
 
-def in_larger_tiles(found: Found, method: Planner, limit: int) -> Found:
-    """Return a plan in larger tiles where that is faster; otherwise the plan as it is. It has the options of
-    blocks that the given one was found with."""
+def in_larger_tiles(found: Found, method: Planner, limit: int, below: float = math.inf) -> Found:
+    """Return a plan in larger tiles where that is faster, and faster than a step of `below` seconds;
+    otherwise the plan as it is. It has the options of blocks that the given one was found with."""
     planned = found.planned
     tiles = found.tiles or LargerTiles(planned.prepared, method)
-    plan = tiles.of(planned.plan, limit, all_options=found.few is None)
+    plan = tiles.of(planned.plan, limit, all_options=found.few is None, below=below)
     return replace(found, planned=replace(planned, plan=plan), tiles=tiles)
 
 
@@ -360,8 +363,9 @@ class LargerTiles:
         self.found = functools.cache(lambda larger, limit, seconds: _whole_or_searched(
             larger, asked, limit, seconds, lean, more))
 
-    def of(self, plan: Plan, limit: int, *, all_options: bool = True) -> Plan:
-        """Return a plan within `limit` bytes that is faster by its kernels, or the plan as it is.
+    def of(self, plan: Plan, limit: int, *, all_options: bool = True, below: float = math.inf) -> Plan:
+        """Return a plan within `limit` bytes that is faster by its kernels, and than a step of `below`
+        seconds, or the plan as it is.
         `all_options`: whether more options of blocks are solved where those that need no solver lead to a
         plan far from its bound."""
         def search(larger: Prepared, seconds: float | None) -> Planned | None:
@@ -376,7 +380,7 @@ class LargerTiles:
 
         if not isinstance(self.method, Composed):
             return plan
-        return with_larger_tiles(plan, self.prepared, limit, self.leaner_left_out, search)
+        return with_larger_tiles(plan, self.prepared, limit, self.leaner_left_out, search, below)
 
 
 def _whole_or_searched(prepared: Prepared, method: Planner, limit: int, time_limit: float | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -173,7 +174,9 @@ def _compared(prepared: Prepared, limit: int, planner: str,
                 continue
             here = prepare(traced, blocked=cut, limit=lambda blocked: limit)
         if taken is None or _is_worth_solving(taken.plan, here, method, limit):
-            found = fastest_plan(here, method, limit)
+            own = None if before is None else before.plan
+            found = fastest_plan(here, method, limit, math.inf if taken is None else _to_win(
+                taken.plan, own, variant))
             if isinstance(found, Refused):
                 refused.append(found)
             else:
@@ -232,7 +235,8 @@ def _searched_longer(quick: Sequence[Found], taken: Found, before: Found | None,
         if traced.is_late or not found.may_take(_to_be_taken(found, taken, before)):
             continue
         start = time.perf_counter()
-        longer = in_larger_tiles(with_more_options(found, method, limit), method, limit)
+        longer = in_larger_tiles(with_more_options(found, method, limit), method, limit,
+                                 _to_be_taken(found, taken, before))
         spent[variant] += time.perf_counter() - start
         before = longer if found is before else before
         if found is taken:
