@@ -125,6 +125,35 @@ class Transforms(nn.Module):
         return found
 
 
+OF_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "grad": lambda h: func.grad(lambda z: z.pow(3).sum())(h),
+    "grad and value": lambda h: func.grad_and_value(lambda z: z.exp().mean())(h)[0],
+    "of each row": lambda h: func.vmap(func.grad(lambda z: z.exp().sum()))(h),
+    "vjp": lambda h: func.vjp(torch.exp, h)[1](h)[0],
+    "jvp": lambda h: func.jvp(torch.exp, (h,), (h,))[1],
+    "jacrev": lambda h: func.jacrev(lambda z: z[:3, :2].exp())(h).sum((0, 1)),
+    "hessian": lambda h: func.hessian(lambda z: z.exp().sum())(h[0, :4]),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ACTIVATIONS)
+def test_transforms_of_activations(kind: str) -> None:
+    """An export loses the operations of such a transform, and keeps what its trace has computed."""
+    class Slopes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.layer(x)
+            return h.sum() + OF_ACTIVATIONS[kind](h)
+
+    torch.manual_seed(0)
+    model, x = Slopes(), torch.randn(4, 8)
+    for wrapper in (planned, tightest):
+        assert_same_gradients(model, wrapper(model, x), lambda run: run(x).square().sum())
+
+
 @pytest.mark.parametrize("kind", ["grad", "of each row", "vjp", "of weights", "jacrev", "jacfwd", "hessian"])
 def test_transforms_of_torch_func(kind: str) -> None:
     torch.manual_seed(0)

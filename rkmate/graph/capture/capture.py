@@ -59,6 +59,7 @@ from rkmate.torch_seam.nodes import VALUE, descriptor
 from rkmate.torch_seam.patches.autograd import (
     ClosedOverError,
     OwnBackwardError,
+    check_transforms,
     note_leaves,
     noting_inner_gradients,
 )
@@ -410,6 +411,7 @@ def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],
                  way: Callable[[], AbstractContextManager[None]], values: Values | None) -> Any:
     with way():
         program = torch.export.export(flat, tensors, strict=False).module()
+    check_transforms(program)
     if values is not None:
         drop_unused(program)
     repair_program(program)

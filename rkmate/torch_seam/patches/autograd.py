@@ -251,6 +251,22 @@ _TRANSFORMS = ("_grad_increment_nesting", "_jvp_increment_nesting")
 """The functions that the differentiating transforms of torch.func call."""
 
 
+def check_transforms(program: fx.GraphModule) -> None:
+    """Raise `LostTransform` where an exported program leaves a differentiating transform of torch.func: the
+    export has lost its operations, and holds values of its trace as constants."""
+    if any(n.op == "call_function" and getattr(n.target, "__name__", "") in _LEAVES
+           for module in program.modules() if isinstance(module, fx.GraphModule) for n in module.graph.nodes):
+        raise LostTransform("an export has lost the operations of a transform of torch.func")
+
+
+_LEAVES = ("_unwrap_for_grad", "_grad_decrement_nesting", "_jvp_decrement_nesting")
+"""What such transforms end with, by name."""
+
+
+class LostTransform(RuntimeError):
+    """An exported program has lost a part of its forward."""
+
+
 # -- Regions of an exported forward ----------------------------------------------------------------
 #
 # Torch makes a graph of its own of what stands in an autocast or no-grad region. Of a region in another one
