@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -52,3 +55,24 @@ def unchanged_random_state(*devices: Device) -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+@contextmanager
+def setting_refused(refuse: Callable[[], None]) -> Iterator[None]:
+    """Call `refuse`, which raises, where a function of torch is to set the state of a default generator
+    inside the context. Torch's tracer sets them back, and may do so."""
+    with ExitStack() as stack:
+        for module in (torch, torch.random, torch.cuda):
+            stack.enter_context(mock.patch.object(module, "set_rng_state", _Refusing(
+                module.set_rng_state, refuse)))
+        yield
+
+
+class _Refusing:
+    def __init__(self, plain: Callable[..., Any], refuse: Callable[[], None]) -> None:
+        self._plain, self._refuse = plain, refuse
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch._"):
+            self._refuse()
+        return self._plain(*args, **kwargs)

@@ -8,18 +8,17 @@ operations that ask eager autograd when they run.
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
 
 from rkmate import device as devices
+from rkmate.device.random_state import RandomState, setting_refused
 from rkmate.errors import CaptureError
 from rkmate.torch_seam import schema
 from rkmate.torch_seam.nodes import VALUE
@@ -293,26 +292,21 @@ def checks_by_value_refused(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _generator_states() -> list[torch.Tensor]:
-    """Return the states of the default generators, which a trace does not draw from."""
-    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [generator.get_state() for generator in (torch.default_generator, *cuda)]
-
-
 @contextmanager
 def seeds_refused(model: nn.Module) -> Iterator[None]:
     """Raise `CaptureError` where a forward sets the state of a default generator (to draw the same numbers
     each time, say): it would do so while it is captured, and never again."""
-    before, draws = _generator_states(), dict[int, bool]()
+    there, draws = devices.in_use(), dict[int, bool]()
+    before = RandomState.of(*there)         # a trace does not draw from generators
 
     def refuse() -> None:
         raise SetsGenerator(
-            f"{type(model).__name__} sets the state of a random generator in its forward (torch.manual_seed, "
-            "torch.set_rng_state, torch.random.fork_rng), which a plan would not repeat: draw these numbers "
-            "once and keep them in a buffer, or draw them outside and pass the tensor")
+            f"{type(model).__name__} sets the state of a random generator in its forward (as torch.manual_seed "
+            "does), which a plan would not repeat: draw these numbers once and keep them in a buffer, or draw "
+            "them outside and pass the tensor")
 
     def check() -> None:
-        if not all(map(torch.equal, before, _generator_states())):
+        if RandomState.of(*there) != before:
             refuse()
 
     def look(func: Any, args: Any, kwargs: Any) -> None:
@@ -322,28 +316,14 @@ def seeds_refused(model: nn.Module) -> Iterator[None]:
         if drawn:
             check()
 
-    with fake_operations_seen(look), ExitStack() as stack:
-        for module in (torch, torch.random, torch.cuda):    # to go back to a state changes none in a trace
-            stack.enter_context(mock.patch.object(module, "set_rng_state", _Refusing(
-                module.set_rng_state, refuse)))
+    # To go back to a state changes none in a trace.
+    with fake_operations_seen(look), setting_refused(refuse):
         yield
         check()
 
 
 class SetsGenerator(CaptureError):
     """A forward sets the state of a random generator."""
-
-
-class _Refusing:
-    """A function that only torch's tracer may call."""
-
-    def __init__(self, plain: Callable[..., Any], refuse: Callable[[], None]) -> None:
-        self._plain, self._refuse = plain, refuse
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch._"):
-            self._refuse()
-        return self._plain(*args, **kwargs)
 
 
 CHECKS_BY_VALUE = (
