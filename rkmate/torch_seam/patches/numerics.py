@@ -301,9 +301,9 @@ def seeds_refused(model: nn.Module) -> Iterator[None]:
 
     def refuse() -> None:
         raise SetsGenerator(
-            f"{type(model).__name__} sets the state of a random generator in its forward (as torch.manual_seed "
-            "does), which a plan would not repeat: draw these numbers once and keep them in a buffer, or draw "
-            "them outside and pass the tensor")
+            f"{type(model).__name__} sets the state of a random generator in its forward (as "
+            "torch.manual_seed does), which a plan would not repeat: draw these numbers once and keep them "
+            "in a buffer, or draw them outside and pass the tensor")
 
     def check() -> None:
         if RandomState.of(*there) != before:
