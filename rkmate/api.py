@@ -48,6 +48,7 @@ from rkmate.show.curve import Curve
 from rkmate.show.plan import Plan
 from rkmate.support.progress import Progress
 from rkmate.torch_seam.modules import is_sharded
+from rkmate.torch_seam.trace import several_ranks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -140,8 +141,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
             is sharded by ``fully_shard``, before or after this call, each sharded layer (the innermost ones)
             gets a plan of its own, and so does the rest of the forward after the last of them: they share the
             budget of the whole step. `applied` then shows the plan of each layer, and of the rest. The
-            members of a ``ModuleList`` or ``ModuleDict`` (the pipeline stages of a rank) share one budget in
-            the same way, for all of their calls up to an optimizer's step.
+            members of a ``ModuleList`` or ``ModuleDict`` (the pipeline stages of a rank, where there are
+            several ranks) share one budget in the same way, for all of their calls up to an optimizer's step.
         args, kwargs: sample inputs, to plan now. Without them, the first call that records gradients is
             planned when it comes: with the real batch, in the mode that it is trained in.
         budget: as for `wrap`; a fraction refers to the peak of the first call.
@@ -175,7 +176,7 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     if sampled:
         args, kwargs = checked_sample(model, () if args is None else args, kwargs)
     planning = _planning(_in_bytes(budget, model), plan, call)
-    if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not sampled:       # its members are called
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not sampled and several_ranks():
         put_plans_into_members(model, planning, run.verify, run.on_new_shape)
         return model
     if layers:

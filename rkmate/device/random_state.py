@@ -60,7 +60,7 @@ def unchanged_random_state(*devices: Device) -> Iterator[None]:
 @contextmanager
 def setting_refused(refuse: Callable[[], None]) -> Iterator[None]:
     """Call `refuse`, which raises, where a function of torch is to set the state of a default generator
-    inside the context. Torch's tracer sets them back, and may do so."""
+    inside the context. Torch itself may (its tracer, ``torch.utils.checkpoint``)."""
     with ExitStack() as stack:
         for module in (torch, torch.random, torch.cuda):
             stack.enter_context(mock.patch.object(module, "set_rng_state", _Refusing(
@@ -73,6 +73,13 @@ class _Refusing:
         self._plain, self._refuse = plain, refuse
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch._"):
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__") in _PASSED_THROUGH:
+            frame = frame.f_back
+        if not frame.f_globals.get("__name__", "").startswith("torch."):
             self._refuse()
         return self._plain(*args, **kwargs)
+
+
+_PASSED_THROUGH = {"torch.random", "torch.cuda.random", "contextlib"}
+"""Modules between a function that sets a state, and who wants it set."""

@@ -85,7 +85,7 @@ class FollowedStep:
 
     def _go_on(self, new: int) -> None:
         """Begin another stretch. `new`: bytes of gradients that are new by then."""
-        if self._meter is not None and self._may_measure():
+        if self._meter is not None and not self._is_closed and self._may_measure():
             self._stretch.close()
             self._stretch.enter_context(self._meter.part(len(self._new)))
             self._new.append(new)

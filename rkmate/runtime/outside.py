@@ -128,7 +128,7 @@ class OutsideWatch:
         self._before = {key: storage_lives(held_part(found[0])) for key, found in there.items()}
         """Storages that were there. None of them gives its number to another one."""
         self._made = {key for key, found in there.items() if any(
-            _is_planned(_node_of(t)) or (t.requires_grad and t.is_leaf) for t in found)}
+            t.requires_grad and ((node := _node_of(t)) is None or _is_planned(node)) for t in found)}
         """Storages of what planned modules have returned, or hold, and of parameters."""
 
     def end(self, gradients: Sequence[torch.Tensor | None], copies: Sequence[torch.Tensor],

@@ -560,7 +560,7 @@ def test_everything_is_taken_away_again() -> None:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for other in (rkmate.remove(copy.deepcopy(model)), torch.load(file, weights_only=False)):
         assert not any(rkmate.applied(m) for m in other.modules())
         assert not any(isinstance(m.__dict__.get("_compiled_call_impl"), Watch) for m in other.modules())
         torch.manual_seed(3)
@@ -708,7 +708,7 @@ def test_a_step_with_plans_that_is_over_its_budget(share: float, caplog: pytest.
     for seed in range(2):
         train(model, plainly, seed)
     model.extra = int(share * whole)
-    plain = copy.deepcopy(model)
+    plain = rkmate.remove(copy.deepcopy(model))
     with caplog.at_level(logging.WARNING, "rkmate"), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         same_steps(plain, model, plainly, range(2, 7))
