@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 import torch
 
@@ -55,31 +52,3 @@ def unchanged_random_state(*devices: Device) -> Iterator[None]:
         yield
     finally:
         before.restore()
-
-
-@contextmanager
-def setting_refused(refuse: Callable[[], None]) -> Iterator[None]:
-    """Call `refuse`, which raises, where a function of torch is to set the state of a default generator
-    inside the context. Torch itself may (its tracer, ``torch.utils.checkpoint``)."""
-    with ExitStack() as stack:
-        for module in (torch, torch.random, torch.cuda):
-            stack.enter_context(mock.patch.object(module, "set_rng_state", _Refusing(
-                module.set_rng_state, refuse)))
-        yield
-
-
-class _Refusing:
-    def __init__(self, plain: Callable[..., Any], refuse: Callable[[], None]) -> None:
-        self._plain, self._refuse = plain, refuse
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__") in _PASSED_THROUGH:
-            frame = frame.f_back
-        if not frame.f_globals.get("__name__", "").startswith("torch."):
-            self._refuse()
-        return self._plain(*args, **kwargs)
-
-
-_PASSED_THROUGH = {"torch.random", "torch.cuda.random", "contextlib"}
-"""Modules between a function that sets a state, and who wants it set."""

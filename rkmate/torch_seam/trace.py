@@ -7,6 +7,7 @@ import builtins
 import importlib
 import itertools
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -153,6 +154,34 @@ def fake_operations_seen(look: Callable[[Any, Any, Any], None]) -> Iterator[None
 
     with mock.patch.object(FakeTensorMode, "dispatch", dispatch):
         yield
+
+
+@contextmanager
+def setting_refused(refuse: Callable[[], None]) -> Iterator[None]:
+    """Call `refuse`, which raises, where a function of torch is to set the state of a default generator
+    inside the context. Torch itself may (its tracer, ``torch.utils.checkpoint``)."""
+    with ExitStack() as stack:
+        for module in (torch, torch.random, torch.cuda):
+            stack.enter_context(mock.patch.object(module, "set_rng_state", _Refusing(
+                module.set_rng_state, refuse)))
+        yield
+
+
+class _Refusing:
+    def __init__(self, plain: Callable[..., Any], refuse: Callable[[], None]) -> None:
+        self._plain, self._refuse = plain, refuse
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__") in _PASSED_THROUGH:
+            frame = frame.f_back
+        if not frame.f_globals.get("__name__", "").startswith("torch."):
+            self._refuse()
+        return self._plain(*args, **kwargs)
+
+
+_PASSED_THROUGH = {"torch.random", "torch.cuda.random", "contextlib"}
+"""Modules between a function that sets a state, and who wants it set."""
 
 
 def several_ranks() -> bool:

@@ -18,13 +18,13 @@ import torch
 from torch import fx, nn
 
 from rkmate import device as devices
-from rkmate.device.random_state import RandomState, setting_refused
+from rkmate.device.random_state import RandomState
 from rkmate.errors import CaptureError
 from rkmate.torch_seam import schema
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import Gradient, Over, OwnOperator, own_operator, register
 from rkmate.torch_seam.schema import python_kernels_replaced
-from rkmate.torch_seam.trace import fake_operations_seen
+from rkmate.torch_seam.trace import fake_operations_seen, setting_refused
 
 aten = torch.ops.aten
 
