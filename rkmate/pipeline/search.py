@@ -174,17 +174,16 @@ def _compared(prepared: Prepared, limit: int, planner: str,
                 continue
             here = prepare(traced, blocked=cut, limit=lambda blocked: limit)
         if taken is None or _is_worth_solving(taken.plan, here, method, limit):
-            own = None if before is None else before.plan
-            found = fastest_plan(here, method, limit, math.inf if taken is None else _to_win(
-                taken.plan, own, variant))
+            below = math.inf if taken is None else _to_win(
+                taken.plan, None if before is None else before.plan, variant)
+            found = fastest_plan(here, method, limit, below)
             if isinstance(found, Refused):
                 refused.append(found)
             else:
                 quick.append(found)
                 if variant is blocked.variant:
                     before = found
-                own = None if before is None else before.plan
-                if taken is None or _wins(found.plan, taken.plan, own, variant):
+                if taken is None or found.plan.step_seconds < below:
                     taken = found
                 # Those that no longer search can make the fastest need not stay in memory.
                 most = taken.plan.step_seconds / (1 - FASTER_BY)

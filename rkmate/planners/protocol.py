@@ -21,6 +21,13 @@ Stages = tuple[Chain, tuple[tuple[int, ...], ...]]
 """A chain, and the C nodes of each of its blocks: forward, then backward."""
 
 
+def once_in(memory: dict[Hashable, object], key: Hashable, make: Callable[[], T]) -> T:
+    """Return the result of `make`, computed once per memory and key."""
+    if key not in memory:
+        memory[key] = make()
+    return memory[key]  # type: ignore[return-value]
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """A captured model: the whole graph, and the chain of its blocks."""
@@ -59,16 +66,12 @@ class Problem:
         """Return the result of `make`, computed once per problem. `make` is a pure function of the problem,
         or makes a table of such results that is filled as time allows. The result does not depend on the
         budgets that were asked before."""
-        if key not in self._memory:
-            self._memory[key] = make()
-        return self._memory[key]  # type: ignore[return-value]
+        return once_in(self._memory, key, make)
 
     def once_of_graph(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result of `make`, as `once` does; it depends on the graph alone, and serves the problems
         with other options of the same blocks, too."""
-        if key not in self._of_graph:
-            self._of_graph[key] = make()
-        return self._of_graph[key]  # type: ignore[return-value]
+        return once_in(self._of_graph, key, make)
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """Return the judge's word on a schedule. The latest ones are remembered: several steps of a search

@@ -44,7 +44,7 @@ from rkmate.ir.schedule import Compute, Loss
 from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.planners.fit import fit
 from rkmate.planners.offload import may_be_sent, offload
-from rkmate.planners.protocol import Candidate, Outcome, Problem, best, infeasible, whole_step
+from rkmate.planners.protocol import Candidate, Outcome, Problem, best, infeasible, once_in, whole_step
 
 PLACES = 12
 """Number of places of the forward, and of the backward, at which copies before or after them are counted."""
@@ -404,10 +404,7 @@ def program_of(graph: CDGraph, pinned: Iterable[int], reserve_at_loss: int,
                of_graph: dict[Hashable, object]) -> SaveSetProgram:
     """Return the program of a graph before there is a problem. `of_graph`: the memory that its problem will
     have; the program is added."""
-    program = of_graph.get(_PROGRAM)
-    if not isinstance(program, SaveSetProgram):
-        program = of_graph[_PROGRAM] = SaveSetProgram(graph, pinned, reserve_at_loss)
-    return program
+    return once_in(of_graph, _PROGRAM, lambda: SaveSetProgram(graph, pinned, reserve_at_loss))
 
 
 class _Search:

@@ -300,7 +300,7 @@ def seeds_refused(model: nn.Module) -> Iterator[None]:
     before = RandomState.of(*there)         # a trace does not draw from generators
 
     def refuse() -> None:
-        raise SetsGenerator(
+        raise CaptureError(
             f"{type(model).__name__} sets the state of a random generator in its forward (as "
             "torch.manual_seed does), which a plan would not repeat: draw these numbers once and keep them "
             "in a buffer, or draw them outside and pass the tensor")
@@ -320,10 +320,6 @@ def seeds_refused(model: nn.Module) -> Iterator[None]:
     with fake_operations_seen(look), setting_refused(refuse):
         yield
         check()
-
-
-class SetsGenerator(CaptureError):
-    """A forward sets the state of a random generator."""
 
 
 CHECKS_BY_VALUE = (
