@@ -63,9 +63,9 @@ def python_kernels_replaced(kernels: Mapping[OpOverload, Callable[..., Any] | No
             operator._dispatch_cache.clear()
 
 
-def composed(operator: OpOverload, *args: Any) -> Any:
+def composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Call what torch composes an operator of, in C++, whatever kernel in Python there is for it."""
-    return operator._op_dk(_COMPOSITE, *args)
+    return operator._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 def without_python_kernels() -> Any:

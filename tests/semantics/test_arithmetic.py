@@ -67,6 +67,8 @@ TRACED_OTHERWISE: dict[str, Operation] = {
     "cumulated product with zeros": lambda h: h.relu().cumprod(1),
     "cross entropy, smoothed, with weights, some targets ignored": lambda h: F.cross_entropy(
         h, torch.arange(128).view(2, 8, 8) * 7 % 5 - 1, WEIGHTS, ignore_index=-1, label_smoothing=0.1),
+    "covariance": lambda h: h[0, 0].cov(), "correlation": lambda h: h[0, 0].corrcoef(),
+    "covariance of one row": lambda h: h[0, 0, 0].cov(correction=0),
     "dropout of an odd rate": lambda h: F.dropout(h, 0.15),
     "dropout of everything": lambda h: F.dropout(h, 1.0),
     "attention dropout of an odd rate": lambda h: F.scaled_dot_product_attention(h, h, h,
@@ -85,6 +87,7 @@ OTHERS: dict[str, Operation] = {
     "hardswish": F.hardswish, "tanhshrink": F.tanhshrink, "celu": lambda h: F.celu(h, 0.7),
     "gelu, tanh": lambda h: F.gelu(h, approximate="tanh"),
     "rrelu": lambda h: F.rrelu(h, training=True),
+    "integers drawn like it": lambda h: h * torch.randint_like(h, 5),
     "cross entropy, smoothed": lambda h: F.cross_entropy(h, h.detach().argmax(1), label_smoothing=0.1),
     "kl": lambda h: F.kl_div(h.log_softmax(1), torch.full((2, 4, 8, 8), 0.25), reduction="batchmean"),
     "huber": lambda h: F.huber_loss(h, h.detach() * 2),

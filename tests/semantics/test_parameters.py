@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -146,15 +150,31 @@ def test_gradients_leave_before_the_backward_is_over() -> None:
     assert events.index("gradient") < len(events) - 1 - events[::-1].index("segment")
 
 
-def test_an_optimizer_in_the_backward() -> None:
-    """Parameters change as soon as their gradient is there; no later block may read them."""
+class Residual(nn.Module):
+    """The gradient of the sum is added to the product with the first weight, after that weight's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 1024), nn.GELU(), nn.Linear(1024, 16)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the input's shape."""
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("make", [partial(Tower, depth=6), Residual])
+@pytest.mark.parametrize("wrap", [planned, tightest])
+def test_an_optimizer_in_the_backward(make: Callable[[], nn.Module], wrap: Callable[..., Any]) -> None:
+    """Parameters change as soon as their gradient is there; nothing may read them afterwards."""
     x = torch.randn(64, 16)
-    torch.manual_seed(0)
     results = []
-    for wrap in (lambda m: m, lambda m: tightest(m, x)):
+    for runs in (lambda m, x: m, wrap):
         torch.manual_seed(0)
-        model = Tower(depth=6)
-        run = wrap(model)
+        model = make()
+        run = runs(model, x)
 
         def update(p: torch.Tensor) -> None:
             with torch.no_grad():

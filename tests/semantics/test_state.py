@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -401,6 +403,37 @@ def test_old_weight_and_spectral_norm() -> None:
     with pytest.warns(FutureWarning, match="deprecated"):
         model = torch.nn.utils.weight_norm(nn.Linear(8, 8))
     assert_same_gradients(model, planned(model, x), lambda run: run(x).pow(2).sum())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("hook", [torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm,
+                                  partial(prune.l1_unstructured, name="weight", amount=0.3)])
+def test_weights_that_hooks_compute_are_read_between_steps(hook: Callable[[nn.Module], object]) -> None:
+    """Such as by another round of pruning, which goes by the weights' sizes, or by a penalty on them."""
+    x = torch.randn(4, 8)
+    penalized = hook is not torch.nn.utils.spectral_norm    # which writes buffers: its forward runs only once
+
+    def trained(wrap: Callable[[nn.Module], nn.Module]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        for layer in (model[0], model[2]):
+            hook(layer)
+        run, optimizer, seen = wrap(model), torch.optim.SGD(model.parameters(), lr=0.5), []
+        for k in range(4):
+            optimizer.zero_grad()
+            loss = run(x).pow(2).sum() + (model[0].weight.abs().sum() if k > 1 and penalized else 0)
+            loss.backward()
+            optimizer.step()
+            seen += [loss.detach(), model[0].weight.detach().clone(), model[2].weight.detach().clone()]
+        if isinstance(hook, partial):
+            hook(model[0])
+        return [*seen, *model.state_dict().values()]
+
+    expected = trained(lambda model: model)
+    with pytest.warns(rkmate.RkmateWarning, match="not what this forward was planned for") if penalized \
+            else nullcontext():
+        actual = trained(lambda model: planned(model, x))
+    assert all(map(torch.equal, expected, actual))
 
 
 def test_pruned_weights() -> None:

@@ -126,7 +126,9 @@ def _segments(program: Program, of: tuple[int, ...]) -> tuple[tuple[int, ...], M
     """Return where autograd functions end, and after which C node each parameter gradient leaves.
 
     A function ends with its block, and earlier when the gradients that it still holds weigh more than
-    those that may wait (`SHARE`, `LEAST`, `WORKING_SHARE`): they leave before they could matter.
+    those that may wait (`SHARE`, `LEAST`, `WORKING_SHARE`): they leave before they could matter. A gradient
+    leaves only when the backward has read its parameter for the last time, as in eager mode: an optimizer
+    may change the parameter then.
     """
     cd = program.cd
     parts: dict[int, list[int]] = {}
@@ -145,13 +147,20 @@ def _segments(program: Program, of: tuple[int, ...]) -> tuple[tuple[int, ...], M
     most: dict[int, int] = {}
     for i, size in work.items():
         most[of[i]] = max(most.get(of[i], 0), size)
+    read = {where: i for i in cd.backward for n in program.reads(i)
+            if isinstance(where := program.storage[n], Source)}
+    free: dict[int, int] = {}           # the C node after which the gradients of another one may leave
+    for source, js in by_source.items():
+        last = max(cd.producer[j] or 0 for j in js)
+        free[last] = max(free.get(last, last), read.get(source, last))
     ends: list[int] = []
-    pending = 0
+    pending = wait = 0
     for i in cd.backward:
         pending += sum(cd.d[j].size for j in parts.get(i, ()))
+        wait = max(wait, free.get(i, i))
         last_of_block = i + 1 == len(cd.c) or of[i + 1] != of[i]
         room = 0 if last_of_block else min(most[of[i]] // WORKING_SHARE, most[of[i]] - work[i + 1])
-        if last_of_block or pending >= max(limit, room):
+        if last_of_block or (i >= wait and pending >= max(limit, room)):
             ends.append(i)
             pending = 0
     releases: dict[int, int] = {}

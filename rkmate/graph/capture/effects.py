@@ -20,7 +20,7 @@ from torch import nn
 
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.answers import Answer
-from rkmate.graph.capture.state import MISSING, Assigned, Filled, is_made_by_a_hook
+from rkmate.graph.capture.state import MISSING, Assigned, Filled
 from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.torch_seam.containers import PLAIN, pytree, tensors_in
 from rkmate.torch_seam.tensors import storage_id
@@ -166,7 +166,7 @@ def found_effects(assigned: Sequence[Assigned], filled: Sequence[tuple[tuple[Any
         # What is made of tensors alone counts them; a constant counts none.
         return replace(structure, count=len(every) if tensors_in(value) else 0) if before else structure
 
-    attributes = tuple(Written(a, apart(a.new)) for a in assigned if not is_made_by_a_hook(a))
+    attributes = tuple(Written(a, apart(a.new)) for a in assigned)
     objects = tuple(ChangedObject(k, apart(value)) for k, value in changed)
     replaced = {(id(a.holder.__dict__), a.name) for a in assigned}      # by another list, say
     collected = tuple(Collected(f, apart(f.changes()), at, bool(at) and f.is_longer) for at, f in filled

@@ -55,6 +55,7 @@ from rkmate.torch_seam.patches.modules import (
 from rkmate.torch_seam.patches.numerics import (
     as_eager_computes,
     checks_by_value_refused,
+    integers_without_gradient,
     seeds_refused,
     zeros_with_memory,
 )
@@ -275,6 +276,10 @@ PROGRAM_REWRITES: tuple[Rewrite[fx.GraphModule], ...] = (
             "Autocast keeps casts of leaves that require a gradient. In the trace of the gradients no tensor "
             "is one, so the exported program says which of its tensors are.",
             leaves_noted, feature=features.CASTS),
+    Rewrite("integers drawn like a tensor",
+            "The operator `randint_like` has no derivative. Its Python function never asks for one, but an "
+            "exported call does if the tensor requires a gradient.",
+            integers_without_gradient, ("2.11", "2.12", "2.13", "2.14", "2.15")),
     Rewrite("regions that fail",
             "A trace that fails in the middle of an autocast region would leave it open.",
             regions_left_after_errors, feature=features.FLAT_REGIONS),

@@ -28,7 +28,6 @@ from rkmate.torch_seam.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
 )
-from rkmate.torch_seam.patches.libraries import weight_made_by
 from rkmate.torch_seam.tensors import FakeTensor
 
 MISSING = object()
@@ -52,7 +51,7 @@ class Assigned:
             self.holder.__dict__.pop(self.name, None)
         elif not tensors_in(self.new):
             self.holder.__dict__[self.name] = self.new
-        elif not is_made_by_a_hook(self):
+        else:
             tensors, structure = take_apart(self.new, result=True)
             self.holder.__dict__[self.name] = structure.fill([
                 torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
@@ -362,13 +361,6 @@ def _holds_traced(value: Any, depth: int = 3) -> bool:
     else:
         return False
     return depth > 0 and len(members) <= _LARGE and any(_holds_traced(v, depth - 1) for v in list(members))
-
-
-def is_made_by_a_hook(assigned: Assigned) -> bool:
-    """Return whether torch's own (old) normalisations and pruning compute it before each forward."""
-    holder = assigned.holder
-    hooks = forward_pre_hooks_of(holder).values() if isinstance(holder, nn.Module) else ()
-    return any(weight_made_by(h) == assigned.name for h in hooks)
 
 
 class HostDraws:

@@ -223,13 +223,27 @@ def _cross_entropy(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor |
     return mean * (label_smoothing / x.shape[dim]) + likely * (1 - label_smoothing)
 
 
+def _covariance(x: torch.Tensor, *, correction: int = 1, fweights: torch.Tensor | None = None,
+                aweights: torch.Tensor | None = None) -> torch.Tensor:
+    """The covariance without weights, for which eager mode reads the number of rows from a tensor."""
+    rows = x.view(1, -1) if x.dim() < 2 else x
+    count = rows.shape[-1]
+    if fweights is not None or aweights is not None or x.dim() > 2 or count <= correction:
+        result: torch.Tensor = schema.composed(aten.cov.default, x, correction=correction,
+                                               fweights=fweights, aweights=aweights)
+        return result
+    centred = rows - (rows.sum(-1) / count).unsqueeze(1)
+    return (centred @ centred.t().conj() / (count - correction)).squeeze()
+
+
 WRITTEN_ANEW: dict[Any, Callable[..., Any]] = {aten.bernoulli.p: _bernoulli}
 """Operations that a trace makes of writes in place, with the layout of what was written to."""
 
 
 _OWN: dict[Any, Callable[..., Any]] = {
     aten.prod.default: _prod_all, aten.prod.dim_int: _prod_dim, aten.cumprod.default: _cumprod,
-    aten.dropout.default: _dropout, aten.cross_entropy_loss.default: _cross_entropy}
+    aten.dropout.default: _dropout, aten.cross_entropy_loss.default: _cross_entropy,
+    aten.cov.default: _covariance}
 _DECOMPOSED = ("softshrink", "hardshrink", "multi_margin_loss", "multilabel_margin_loss_forward",
                *(f"{exact}{kind}" for exact in ("upsample_", "_upsample_") for kind in (
                    "nearest1d", "nearest2d", "nearest3d", "nearest_exact1d", "nearest_exact2d",
@@ -248,6 +262,15 @@ def as_eager_computes() -> Iterator[None]:
     kernels, too.)"""
     with python_kernels_replaced({**dict.fromkeys(_decomposed()), **_OWN}):
         yield
+
+
+def integers_without_gradient(program: fx.GraphModule) -> None:
+    """Let `randint_like` read a tensor without its gradient, as its Python function does."""
+    for node in program.graph.find_nodes(op="call_function", target=aten.randint_like.default) + \
+            program.graph.find_nodes(op="call_function", target=aten.randint_like.low_dtype):
+        with program.graph.inserting_before(node):
+            node.update_arg(0, program.graph.call_function(aten.detach.default, (node.args[0],)))
+    program.recompile()
 
 
 def zeros_with_memory(graph: fx.Graph) -> None:
