@@ -6,6 +6,7 @@ What they take in common is declared once, in `rkmate.settings`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -97,7 +98,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     call = chosen(options, wrap)
     run = call.settings.run
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
-    args, kwargs = checked_sample(model, args, kwargs)
+    args, kwargs = checked_sample(model, args, kwargs, whole=False)
     planning = _planning(_in_bytes(budget, model), plan, call)
     ahead = checked_lengths(model, run.lengths, run.pad)
     if run.cuda_graph:
@@ -174,7 +175,7 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
         raise ArgumentError(f"{type(model).__name__} has sharded layers, whose parameters exist only "
                             "during a step: leave out the sample inputs, and the first step is planned")
     if sampled:
-        args, kwargs = checked_sample(model, () if args is None else args, kwargs)
+        args, kwargs = checked_sample(model, () if args is None else args, kwargs, whole=False)
     planning = _planning(_in_bytes(budget, model), plan, call)
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not sampled and several_ranks():
         put_plans_into_members(model, planning, run.verify, run.on_new_shape)
@@ -344,9 +345,11 @@ def _in_bytes(budget: Any, model: nn.Module) -> Any:
     return device_share(model) if isinstance(budget, str) and budget == "auto" else budget
 
 
-def checked_sample(model: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def checked_sample(model: Any, args: Any, kwargs: Any, *, whole: bool = True
+                   ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Sample inputs as a tuple and a dict. Raises `ArgumentError` for what is wrong with them or the
-    model, and `CaptureError` for what a planned step could not repeat."""
+    model, and `CaptureError` for what a planned step of the whole model could not repeat, unless `whole` is
+    False: parts of the model may be planned."""
     check_model(model)
     if not isinstance(args, (tuple, list)):
         raise ArgumentError(f"args is {type(args).__name__}; it should be a tuple with the sample "
@@ -355,7 +358,8 @@ def checked_sample(model: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...],
         raise ArgumentError(f"kwargs is {type(kwargs).__name__}; it should be a mapping of argument "
                             "names to sample values")
     args, kwargs = tuple(args), dict(kwargs or {})
-    refuse_what_cannot_repeat(traceable(model), args, kwargs)
+    with nullcontext() if whole else suppress(CaptureError):
+        refuse_what_cannot_repeat(traceable(model), args, kwargs)
     return args, kwargs
 
 

@@ -416,13 +416,33 @@ def test_layers_that_differ_in_attributes_are_planned_once(rates: bool,
     assert peak(model, plainly, 0) <= int(0.6 * whole)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is")
-def test_parts_beside_a_torchscript_module() -> None:
-    model = Stack([Layer() for _ in range(3)])
+BY_PARTS = options_of(costs="analytic", progress=False, parts="auto")
+
+
+def _in_torchscript(model: Stack) -> None:
     model.begin = torch.jit.script(model.begin)
-    applied(model, 10**8)
-    for _ in range(3):
-        plainly(model).backward()
+
+
+def _with_a_sparse_buffer(model: Stack) -> None:
+    model.begin.register_buffer("edges", torch.eye(4).to_sparse())
+
+
+def _with_a_backward_hook(model: Stack) -> None:
+    model.begin.register_full_backward_hook(lambda *_: None)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is", "ignore:Full backward hook")
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("change", [_in_torchscript, _with_a_sparse_buffer, _with_a_backward_hook])
+def test_parts_beside_a_module_that_no_plan_has(change: Callable[[Stack], None], sampled: bool) -> None:
+    model = Stack([Layer() for _ in range(3)])
+    plain = copy.deepcopy(model)
+    change(model)
+    if sampled:
+        rkmate.apply(model, (X, Y), budget=10**8, **BY_PARTS)
+    else:
+        applied(model, 10**8)
+    same_steps(plain, model, plainly)
     assert planned_parts(model) == [f"layers.{k}" for k in range(3)]
 
 
@@ -830,9 +850,6 @@ def test_wrap_names_the_way_out() -> None:
     with pytest.raises(rkmate.ArgumentError, match="RunSettings has lengths"):
         rkmate.wrap(model, (X, Y), budget=0.8, progress=False, settings=rkmate.Settings(
             parts="auto", run=rkmate.RunSettings(lengths=(64, 128))))
-
-
-BY_PARTS = options_of(costs="analytic", progress=False, parts="auto")
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["itself", "copy"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 import rkmate
 from tests.semantics.steps import assert_same_gradients, planned
@@ -19,6 +20,20 @@ class OnFlag(nn.Linear):
         for _ in range(times):
             y = torch.sin(y)
         return y * 2 if double else y
+
+
+class OnCompilation(nn.Linear):
+    """Takes a shorter way where it is compiled, as sources of libraries do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def scale() -> int:
+            return 3 if torch.compiler.is_exporting() else 1
+        return super().forward(x) * (5 if torch.compiler.is_compiling() or is_compiling() else scale())
+
+
+def test_a_forward_that_asks_whether_it_is_compiled_gets_eager_modes_answer() -> None:
+    model, x = nn.Sequential(OnCompilation(8, 8), nn.Tanh()), torch.randn(4, 8)
+    assert_same_gradients(model, planned(model, x), lambda run: run(x).pow(2).sum())
 
 
 def test_python_values_decide_per_call() -> None:

@@ -172,3 +172,29 @@ def test_a_transform_of_a_tensor_that_is_closed_over_is_refused() -> None:
 
     with pytest.raises(rkmate.CaptureError, match="does not find as a parameter"):
         planned(Closed("grad"), torch.randn(4, 3))
+
+
+class Targets(nn.Module):
+    """A teacher's result, which no gradient goes through, as a decorated method and a region compute it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _net()
+
+    @torch.inference_mode()
+    def taught(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the net says of a neighbour."""
+        return self.net(x + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            scale = self.net(x * 2).square().mean()
+            with torch.inference_mode(False):
+                inner = self.net(x * 3)
+        return self.net(x) * scale.clone() + self.taught(x).clone() + inner * 0.5
+
+
+def test_nothing_goes_through_a_region_of_inference() -> None:
+    torch.manual_seed(0)
+    model, x = Targets(), torch.randn(8, 3)
+    assert_same_gradients(model, planned(model, x), lambda run: run(x).pow(3).sum())

@@ -182,6 +182,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
     """Raise for what a trace would silently lose. `hooks_outside`: those of the module itself are no part of
     the trace, only its forward is."""
     refuse_parallelism(model, hooks_outside=hooks_outside)
+    refuse_without_shape(model)
     if global_backward_hooks():
         raise CaptureError("there are backward hooks around every module "
                            "(register_module_full_backward_hook), which a planned step cannot run: "
@@ -230,7 +231,6 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
             raise CaptureError("a torch.Generator among the arguments cannot be captured: seed the "
                                "default generator (torch.manual_seed), or draw outside and pass the "
                                "tensor")
-    refuse_without_shape(model)
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ArgumentError(f"{tensor_name} is on the meta device: give the model memory first "

@@ -26,6 +26,7 @@ from rkmate.torch_seam.patches.autograd import (
     backward_without_autocast,
     casts_kept_in_regions,
     closed_over_as_buffers,
+    inference_without_gradients,
     leaves_noted,
     lost_tensors_refused,
     regions_entered_in_place,
@@ -146,6 +147,10 @@ PATCHES = (
           "A trace casts a weight at each of its uses. Eager mode casts it once in an autocast region, keeps "
           "that one cast, and adds up its gradients in the region's type.",
           _of_any_model(casts_kept_in_regions), feature=features.CASTS),
+    Patch("inference mode",
+          "A trace does not see that a part of the forward runs in `torch.inference_mode`, and would send "
+          "gradients through it. The part becomes one without gradients.",
+          _of_any_model(inference_without_gradients), ("2.11", "2.12", "2.13", "2.14", "2.15")),
     Patch("cumulative batch norms",
           "With `momentum=None`, a batch norm reads its number of batches from a buffer, which no static "
           "graph can do. The factor stays a tensor.",
@@ -238,8 +243,9 @@ PATCHES = (
           "attention masks): other arithmetic, and memory for the masks. Eager's path is tried first.",
           masks_as_in_eager_mode, feature=features.PATHS, around="export", may_fail=True, direct=True),
     Patch("library sources",
-          "Some models of transformers ask in their own source whether they are compiled or exported, and "
-          "take another path (Qwen3-Next a loop that copies, in place of a solver). They get the answer no. "
+          "Some models ask in their own source whether they are compiled or exported "
+          "(`torch.compiler.is_compiling`), and take another path (Qwen3-Next of transformers a loop that "
+          "copies, in place of a solver). They get the answer no. "
           "If the export fails with it, it is tried again without this patch.",
           sources_as_in_eager_mode, feature=features.PATHS, around="export", may_fail=True, direct=True),
     Patch("custom functions",

@@ -283,6 +283,29 @@ def regions_entered_in_place() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def inference_without_gradients() -> Iterator[None]:
+    """Let ``torch.inference_mode`` only switch gradients off (or on), in this thread."""
+    kind, here = torch.inference_mode, threading.get_ident()
+    enter, leave = kind.__enter__, kind.__exit__
+    open_regions: list[torch.set_grad_enabled] = []
+
+    def entered(self: torch.inference_mode) -> None:
+        if threading.get_ident() == here:
+            open_regions.append(torch.set_grad_enabled(not self.mode))
+        else:
+            enter(self)
+
+    def left(self: torch.inference_mode, *error: Any) -> None:
+        if threading.get_ident() == here:
+            open_regions.pop().__exit__(*error)
+        else:
+            leave(self, *error)
+
+    with mock.patch.multiple(kind, __enter__=entered, __exit__=left):
+        yield
+
+
 def _as_it_is(program: Any, signature: Any) -> Any:
     return program, signature
 

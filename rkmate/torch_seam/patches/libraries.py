@@ -9,12 +9,13 @@ knows them (`graph.capture.answers`), and keeps the traced path elsewhere.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -33,6 +34,9 @@ _MASKS = "transformers.masking_utils"
 _EXPORTING = "is_torchdynamo_exporting"
 _TRACED = ("is_torchdynamo_compiling", _EXPORTING)
 """Functions by which transformers' source asks whether it is traced."""
+_QUESTIONS = {name: getattr(torch.compiler, name) for name in (
+    "is_compiling", "is_exporting", "is_dynamo_compiling") if hasattr(torch.compiler, name)}
+"""Functions by which any source asks torch whether it is traced."""
 _TRACING = "is_tracing"
 _LOOKING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
 """Functions of the masks that look at the values of their first argument, in eager mode alone."""
@@ -88,19 +92,42 @@ def masks_as_in_eager_mode(model: nn.Module) -> AbstractContextManager[None] | N
 
 
 def sources_as_in_eager_mode(model: nn.Module) -> AbstractContextManager[None] | None:
-    """Return a context for an export, in which the modules of transformers' source that ask whether they are
+    """Return a context for an export, in which the sources of the model's classes that ask whether they are
     compiled or exported get the answer no. Return None if no part of the model asks."""
-    named = {type(m).__module__: sys.modules.get(type(m).__module__) for m in model.modules()}
-    asking = [(m, name) for m in named.values() if m is not None and m.__name__.startswith("transformers.")
-              for name in _TRACED if hasattr(m, name)] if _MASKS in sys.modules else []
-    return _as_not_traced(asking) if asking else None
+    kinds = {kind for m in model.modules() for kind in type(m).__mro__ if not kind.__module__.startswith(
+        ("torch.", "builtins"))}
+    sources = {name: source for name in {kind.__module__ for kind in kinds}
+               if (source := sys.modules.get(name)) is not None}
+    asking = [(source, name) for source in sources.values() if source.__name__.startswith("transformers.")
+              for name in _TRACED if hasattr(source, name)] if _MASKS in sys.modules else []
+    own = frozenset(name for name in {kind.__module__ for kind in kinds if _asks(kind)} if name in sources)
+    asking += [(sources[name], question) for name in own for question, function in _QUESTIONS.items()
+               if sources[name].__dict__.get(question) is function]
+    return _as_not_traced(asking, own) if asking or own else None
+
+
+def _asks(kind: type) -> bool:
+    """Return whether methods of a class ask torch whether they are compiled or exported."""
+    codes = [f.__code__ for f in map(inspect.unwrap, filter(callable, vars(kind).values()))
+             if isinstance(f, FunctionType)]
+    for code in codes:                      # grows by the functions inside of each
+        codes += [c for c in code.co_consts if isinstance(c, CodeType)]
+    return any(not _QUESTIONS.keys().isdisjoint(code.co_names) for code in codes)
 
 
 @contextmanager
-def _as_not_traced(asking: Sequence[tuple[ModuleType, str]]) -> Iterator[None]:
+def _as_not_traced(asking: Sequence[tuple[ModuleType, str]], own: frozenset[str]) -> Iterator[None]:
+    """`asking`: functions that answer no. `own`: modules to which torch's functions answer no."""
+    def answered(function: Callable[[], bool]) -> Callable[[], bool]:
+        def answer() -> bool:
+            return sys._getframe(1).f_globals.get("__name__") not in own and function()
+        return answer
+
     with ExitStack() as stack:
         for module, name in asking:
             stack.enter_context(mock.patch.object(module, name, _no))
+        for name, function in _QUESTIONS.items() if own else ():
+            stack.enter_context(mock.patch.object(torch.compiler, name, answered(function)))
         yield
 
 
