@@ -19,7 +19,14 @@ from rkmate.runtime.environment import Additions, Environment, Kept, RerunState
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.schema import below_autograd, below_views
-from rkmate.torch_seam.tensors import base_of, current_backward, is_asked_for, keeps_graph, version_of
+from rkmate.torch_seam.tensors import (
+    base_of,
+    current_backward,
+    is_asked_for,
+    is_batched,
+    keeps_graph,
+    version_of,
+)
 
 logger = logging.getLogger("rkmate")
 
@@ -28,6 +35,9 @@ logger = logging.getLogger("rkmate")
 # How a planned backward hangs in autograd's graph: one function per segment.
 
 
+_BATCHED = ("several gradients come to a planned module at once (is_grads_batched=True, "
+            "jacobian(vectorize=True)), which a plan cannot compute: take one after the other, or use the "
+            "original module (.original) there")
 _GONE = ("this forward has been through a backward already, and its activations are gone; give the earlier "
          "backward retain_graph=True (the forward then runs a second time), or add the losses up, and take "
          "all the gradients that share a forward in one backward: (first + second).backward()")
@@ -93,8 +103,10 @@ class Call:
         them.
 
         Raises `BackwardError` when the backward has begun before, except where the graph was kept: the
-        forward runs a second time then.
+        forward runs a second time then; and for several gradients at once.
         """
+        if any(map(is_batched, grads)):
+            raise BackwardError(_BATCHED)
         self.begun = current_backward()
         if self.next and self.rerun is not None:
             self.env.clear()

@@ -203,6 +203,12 @@ def _use_of(node: Any) -> Literal["added", "returned", "none"]:
         return "returned"
 
 
+def is_batched(value: torch.Tensor | None) -> bool:
+    """Return whether a gradient stands for several, in a backward that takes them at once."""
+    return value is not None and (torch._C._functorch.is_legacy_batchedtensor(value)
+                                  or torch._C._functorch.is_batchedtensor(value))
+
+
 def current_backward() -> int:
     """Return the number of the backward that autograd's engine is running in this thread; -1 outside."""
     return int(torch._C._current_graph_task_id())

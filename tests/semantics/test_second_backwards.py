@@ -171,6 +171,17 @@ def test_what_people_do_with_several_backwards(way: Callable[[nn.Module, Any], N
     assert way is balanced or least <= 0.8 * peak
 
 
+def test_several_gradients_at_once_are_an_error() -> None:
+    model, x = Tower(), torch.ones(4, 16)
+    module = planned(model, x)
+    y = module(x)
+    with pytest.raises(rkmate.BackwardError, match="is_grads_batched"):
+        torch.autograd.grad(y, list(model.parameters()), torch.eye(y.numel()).view(-1, *y.shape),
+                            is_grads_batched=True)
+    del y
+    assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())
+
+
 def test_a_sum_of_losses_needs_no_second_run() -> None:
     model = Heads(dropout=0.2)
     module = planned(model, torch.ones(4, 8))
