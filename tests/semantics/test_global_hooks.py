@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_full_backward_hook,
 )
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 import rkmate
 from rkmate.torch_seam.patches.modules import _forward_places
+from tests.options import options_of
 from tests.semantics.steps import assert_same_gradients, planned
 
 
@@ -45,6 +48,19 @@ def test_hooks_around_every_module() -> None:
         handle.remove()
     with ModuleTracker():
         _agree(model, module, x, plans=2)
+
+
+def test_a_first_call_may_be_counted() -> None:
+    model = rkmate.apply(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), budget=1.0,
+                         **options_of(costs="analytic", progress=False))
+    plain, x = copy.deepcopy(model), torch.randn(4, 8)
+    rkmate.remove(plain)
+    with FlopCounterMode(display=False) as counter:
+        model(x).pow(2).sum().backward()
+    plain(x).pow(2).sum().backward()
+    assert counter.get_total_flops() and rkmate.applied(model).has_plan
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
 
 
 def test_they_run_around_the_models_own_modules() -> None:

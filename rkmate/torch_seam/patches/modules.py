@@ -228,9 +228,9 @@ def global_backward_hooks() -> list[Callable[..., Any]]:
 
 @contextmanager
 def hooks_of_the_model_alone(model: nn.Module) -> Iterator[None]:
-    """Run global forward hooks around the modules of a model, but not around modules that a trace adds. A
-    hook that changes the inputs or outputs of the model itself raises `CaptureError`: it would also run
-    around the module that replaces the model."""
+    """Run global forward hooks around the modules of a model, but not around modules that a trace adds, and
+    none that only count. A hook that changes the inputs or outputs of the model itself raises `CaptureError`:
+    it would also run around the module that replaces the model."""
     places = _forward_places()
     if not any(places):
         yield
@@ -239,7 +239,7 @@ def hooks_of_the_model_alone(model: nn.Module) -> Iterator[None]:
 
     def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: nn.Module, *args: Any) -> Any:
-            found = hook(module, *args) if id(module) in mine else None
+            found = hook(module, *args) if id(module) in mine and not _only_counts(hook) else None
             if found is not None and module is model:
                 raise CaptureError(
                     f"a forward hook around every module changes what {type(model).__name__} itself takes or "
@@ -262,7 +262,11 @@ def _forward_places() -> tuple[dict[int, Callable[..., Any]], ...]:
 
 
 def _only_looks(hook: Callable[..., Any]) -> bool:
-    return is_observer(hook) or getattr(hook, "__module__", None) in _COUNTING
+    return is_observer(hook) or _only_counts(hook)
+
+
+def _only_counts(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__module__", None) in _COUNTING
 
 
 # -- Modules that were compiled in place -----------------------------------------------------------
