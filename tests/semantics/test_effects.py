@@ -293,25 +293,65 @@ def test_an_attribute_that_is_read_and_written_is_state() -> None:
 class Completes(nn.Module):
     """Makes a table in its first call, and reads it in later ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
+        self.layer, self.kind = nn.Linear(4, 4), kind
+        if kind == "buffer that was None":
+            self.register_buffer("table", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self, "table"):
-            self.table = torch.arange(4.0).cos()
+        if getattr(self, "table", None) is None:
+            if self.kind == "buffer":
+                self.register_buffer("table", torch.arange(4.0).cos())
+            else:
+                self.table = torch.arange(4.0).cos()
         return self.layer(x) * self.table
 
 
-def test_what_a_first_call_completes_is_completed() -> None:
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "buffer that was None"])
+def test_what_a_first_call_completes_is_completed(kind: str) -> None:
     torch.manual_seed(0)
-    model, x = Completes(), torch.randn(2, 4)
+    model, x = Completes(kind), torch.randn(2, 4)
     original = copy.deepcopy(model)
     module = planned(model, x)
     for run in (original, module):
         run(x).sum().backward()
     assert torch.equal(original.table, model.table)
+    assert list(original.state_dict()) == list(model.state_dict())
     assert torch.equal(original.layer.weight.grad, model.layer.weight.grad)     # type: ignore[arg-type]
+
+
+def test_an_export_that_has_failed_leaves_nothing() -> None:
+    """Eager mode's way looks at a value, which no trace has; the way of compiled code does not."""
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if not hasattr(self, "table"):
+                self.register_buffer("table", torch.arange(4.0))
+            if not torch.compiler.is_compiling() and float(self.weight.detach().max()) > 9:
+                return x
+            return super().forward(x) * self.table
+
+    model, x = nn.Sequential(Looks(4, 4), nn.Tanh()), torch.randn(2, 4)
+    model[0].calls = 0
+    module = planned(model, x)
+    for _ in range(3):
+        module(x).sum().backward()
+    assert model[0].calls == 3 and list(model[0].state_dict()) == ["weight", "bias", "table"]
+
+
+def test_a_buffer_that_each_call_writes_has_to_be_there() -> None:
+    class Counts(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "calls"):
+                self.register_buffer("calls", torch.zeros(()))
+            self.calls += 1
+            return super().forward(x)
+
+    model = Counts(4, 4)
+    with pytest.raises(rkmate.CaptureError, match="makes the buffer 'calls'"):
+        planned(model, torch.randn(2, 4))
+    assert not hasattr(model, "calls")
 
 
 class _nothing:

@@ -64,6 +64,7 @@ from rkmate.torch_seam.patches.autograd import (
     noting_inner_gradients,
 )
 from rkmate.torch_seam.patches.features import INNER, check_once
+from rkmate.torch_seam.patches.modules import MadeByFirstCall
 from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW, ChecksByValue
 from rkmate.torch_seam.tensors import storage_id
 from rkmate.torch_seam.trace import (
@@ -172,11 +173,11 @@ class _Flat(nn.Module):
         self._told = told
         self.found = _Found()
         self._inputs = inputs
-        self._before = before
+        self.before = before
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         begin(tensors, self.model)
-        self._before.restore_members()          # another way to export may have failed
+        self.before.restore_members()          # another way to export may have failed
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
         members = members_of(args, kwargs)
@@ -188,11 +189,11 @@ class _Flat(nn.Module):
         flat, structure = take_apart(out, result=True)
         self.found.structure = structure.with_dtensors(
             {k: placed[id(t)] for k, t in enumerate(flat) if id(t) in placed}) if placed else structure
-        self.found.assigned = self._before.assigned()
+        self.found.assigned = self.before.assigned()
         own = ((keys, filled(f"argument {keys[0]!r}", (0, ""), held, old))
                for keys, (held, old) in members.items())
         effects, every = found_effects(
-            self.found.assigned, [*(((), f) for f in self._before.filled()),
+            self.found.assigned, [*(((), f) for f in self.before.filled()),
                                   *((keys, f) for keys, f in own if f is not None)], changed,
             [*tensors, *flat])
         flat = every[len(tensors):]
@@ -237,7 +238,7 @@ class _NotRepeated(CaptureError):
 def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
     try:
         return _of_one_call(model, args, kwargs)
-    except _NotRepeated as error:
+    except (_NotRepeated, MadeByFirstCall) as error:
         if error.learns or any(devices.of(t).elsewhere is not None for t in model.parameters()):
             raise CaptureError(str(error)) from None
         before = PythonState(model)
@@ -252,10 +253,10 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run a forward, as its first call may make what later ones read (tables, say): that stays. Its random
     draws, and what it writes to buffers, do not. Raises `CaptureError` where it resizes a buffer, or where a
-    second call returns something else."""
+    second call returns something else, or writes to a buffer that the first has made."""
     tensors, structure = take_apart((args, kwargs), result=False)
     before = [(name, t, t.detach().clone()) for name, t in model.named_buffers()]
-    results = []
+    results: list[list[torch.Tensor]] = []
     for _ in range(2):
         with unchanged_random_state(*devices.in_use()), torch.no_grad(), without_collectives():
             given, named = structure.fill([t.detach().clone() for t in tensors])
@@ -266,6 +267,7 @@ def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
                     if t.shape != value.shape:
                         raise CaptureError(resizes(model, name))
                     t.copy_(value)
+        results[-1] += [t.detach().clone() for _, t in model.named_buffers()]
     if len(results[0]) != len(results[1]) or not all(map(torch.equal, *results)):
         raise CaptureError("a second call returns something else")
 
@@ -396,10 +398,15 @@ def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...], values: Values | Non
     for way in ways:
         try:
             return _export_once(flat, tensors, way, values)
+        except MadeByFirstCall:
+            raise
         except Exception as error:
             failed.append(error)
+            flat.before.restore()           # what it has assigned and registered, before the next way
     try:
         return _export_once(flat, tensors, last, values)
+    except MadeByFirstCall:
+        raise
     except Exception as error:
         if values is None and flat.found.differentiates and not isinstance(error, CaptureError):
             return flat

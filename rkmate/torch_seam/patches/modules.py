@@ -83,11 +83,22 @@ def new_buffers_as_writes(model: nn.Module) -> Iterator[None]:
     registered.write_back()
 
 
+class MadeByFirstCall(CaptureError):
+    """A forward has made a buffer that was not there."""
+
+    learns = False
+    """Whether what it has made leads to parameters."""
+
+
+_CALL_FIRST = ("Where only the first call on inputs of a size does so (a table that it keeps), call the "
+               "model on such inputs before it is wrapped")
+
+
 class _Registered:
     """The tensors that a model's modules have registered when a forward begins."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = type(model).__name__
+        self._root, self._model = model, type(model).__name__
         self._buffers = [(path, m, name, t) for path, m in model.named_modules()
                          for name, t in buffers_of(m).items()]
         self._parameters = [(path, m, name, t) for path, m in model.named_modules()
@@ -97,24 +108,29 @@ class _Registered:
         """Write each buffer that is another tensor by now into the one that it was.
 
         Raises `CaptureError` for a parameter that was replaced, and for a buffer of another shape or
-        dtype than before.
+        dtype than before; `MadeByFirstCall` for a buffer that was not there.
         """
+        known = {(id(module), name) for _, module, name, before in self._buffers if before is not None}
+        for path, module in self._root.named_modules():
+            for name, now in buffers_of(module).items():
+                if now is not None and (id(module), name) not in known:
+                    raise MadeByFirstCall(
+                        f"{self._model}: the forward makes the buffer {_full(path, name)!r}, which a "
+                        f"captured step would not repeat. {_CALL_FIRST}")
         for path, module, name, before in self._parameters:
             if parameters_of(module).get(name) is not before:
                 raise CaptureError(f"{self._model}: the forward replaces the parameter "
                                    f"{_full(path, name)!r}, which a captured step would not repeat")
         for path, module, name, before in self._buffers:
             now = buffers_of(module).get(name)
-            if now is before:
+            if now is before or before is None:
                 continue
-            if now is None or before is None or (now.shape, now.dtype, now.device) != (
+            if now is None or (now.shape, now.dtype, now.device) != (
                     before.shape, before.dtype, before.device):
                 raise CaptureError(
                     f"{self._model}: the forward replaces the buffer {_full(path, name)!r} by "
-                    "something of another shape, type or device (or makes or drops it), which a "
-                    "captured step would not repeat: write into it in place, or return it. Where "
-                    "only the first call on inputs of a size does so (a table that it keeps), call "
-                    "the model on such inputs before it is wrapped")
+                    "something of another shape, type or device (or drops it), which a captured step "
+                    f"would not repeat: write into it in place, or return it. {_CALL_FIRST}")
             with torch.no_grad():
                 before.copy_(now)
             buffers_of(module)[name] = before
