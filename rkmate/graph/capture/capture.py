@@ -252,11 +252,13 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 
 def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run a forward, as its first call may make what later ones read (tables, say): that stays. Its random
-    draws, and what it writes to buffers, do not. Raises `CaptureError` where it resizes a buffer, or where a
+    draws, what it writes to buffers, and what it counts up, do not. Raises `CaptureError` where it resizes a buffer, or where a
     second call returns something else, or writes to a buffer that the first has made."""
     tensors, structure = take_apart((args, kwargs), result=False)
     before = [(name, t, t.detach().clone()) for name, t in model.named_buffers()]
+    numbers = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if type(v) in (int, float)]
     results: list[list[torch.Tensor]] = []
+    counted: list[list[Any]] = []
     for _ in range(2):
         with unchanged_random_state(*devices.in_use()), torch.no_grad(), without_collectives():
             given, named = structure.fill([t.detach().clone() for t in tensors])
@@ -267,9 +269,13 @@ def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
                     if t.shape != value.shape:
                         raise CaptureError(resizes(model, name))
                     t.copy_(value)
+        counted.append([vars(m).get(k) for m, k, _ in numbers])
         results[-1] += [t.detach().clone() for _, t in model.named_buffers()]
     if len(results[0]) != len(results[1]) or not all(map(torch.equal, *results)):
         raise CaptureError("a second call returns something else")
+    for (m, k, v), first, second in zip(numbers, *counted, strict=True):
+        if first != second:
+            vars(m)[k] = v
 
 
 def resizes(model: nn.Module, name: str) -> str:
