@@ -159,6 +159,7 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "data that is assigned": (C, "assigns to the .data of a tensor", lambda: _wrap(_Assigning(8, 8))),
     "another thread": (C, "compute in the thread of the caller", lambda: _wrap(_Threaded(8, 8))),
     "backward in the forward": (C, r"torch\.autograd\.grad", lambda: _wrap(_Backward(8, 8))),
+    "another module": (C, "make it a submodule", lambda: _wrap(args=(X, nn.Linear(8, 8)))),
     "generator": (C, "Generator", lambda: _wrap(args=(X, torch.Generator()))),
     "backward hooks": (C, "module backward hooks", lambda: _wrap(_hooked())),
     "torch.func": (A, "torch.func", _inside_grad),

@@ -252,8 +252,8 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 
 def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run a forward, as its first call may make what later ones read (tables, say): that stays. Its random
-    draws, what it writes to buffers, and what it counts up, do not. Raises `CaptureError` where it resizes a buffer, or where a
-    second call returns something else, or writes to a buffer that the first has made."""
+    draws, what it writes to buffers, and what it counts up, do not. Raises `CaptureError` where it resizes a
+    buffer, or where a second call returns something else, or writes to a buffer that the first has made."""
     tensors, structure = take_apart((args, kwargs), result=False)
     before = [(name, t, t.detach().clone()) for name, t in model.named_buffers()]
     numbers = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if type(v) in (int, float)]

@@ -217,6 +217,10 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         tell_of_compiled(compiled)
     if hooked:
         warn(f"{_listed(hooked)} {'have' if hooked[1:] else 'has'} forward hooks: {_OF_HOOKS}")
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, nn.Module) and not {*given.parameters()} <= {*model.parameters()}:
+            raise CaptureError(f"an argument is a module ({type(given).__name__}), whose parameters are not "
+                               f"those of {type(model).__name__}: make it a submodule, or call it outside")
     for value in objects_in((args, kwargs)):
         if is_dtensor(value):
             _refuse_uneven(model, value)
