@@ -1,9 +1,9 @@
 """The profiler's memory events: each allocation and each free, temporary memory inside operations too.
 
 What does not come from torch's allocator (scratch memory of math libraries, NumPy, Python) is not
-seen, and neither is what a thread allocates or frees that the call starts by itself, as those of gloo:
-a block of the call that such a thread frees counts until the end. The threads of the autograd engine
-are seen.
+seen, and neither is what a thread allocates that the call starts by itself. The threads of the autograd
+engine are seen. What other threads free is known from the total of all threads, which each event tells:
+gloo's threads let go of what was exchanged without an event.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,6 +24,7 @@ from rkmate.device.protocol import MeterError, PartsMeter, thread_of
 from rkmate.ir.simulate import Peak
 from rkmate.torch_seam.memory import (
     REMEMBERS_SIZES,
+    Allocation,
     allocations,
     core_variable,
     is_profiling,
@@ -65,11 +66,17 @@ def measure_peak(fn: Callable[[], T], kind: str, index: int | None = None, *,
 
 
 def changes(results: Any, kind: str, index: int | None = None) -> list[Change]:
-    """Return a device's allocations and frees, in order of time."""
+    """Return a device's allocations and frees, in order of time. What threads of other libraries have freed
+    comes before the next event that was seen."""
     sizes_known = _Tracked.depth > 0 or kind != "cpu"
     inside: set[int] = set()
     result: list[Change] = []
-    for ns, address, size in allocations(results, kind, index):
+    found = allocations(results, kind, index)
+    freed, unseen = 0, _freed_unseen(found) if kind == "cpu" else [0] * len(found)
+    for (ns, address, size, _), now in zip(found, unseen, strict=True):
+        if now != freed:
+            result.append(Change(ns, freed - now))
+            freed = now
         if size > 0:
             inside.add(address)
         elif address in inside:
@@ -82,6 +89,19 @@ def changes(results: Any, kind: str, index: int | None = None) -> list[Change]:
     return result
 
 
+def _freed_unseen(found: Sequence[Allocation]) -> list[int]:
+    """Return, for each event, the bytes that other threads have freed before it, without an event: what the
+    total of all threads has lost. What they have allocated, and hold, is not counted, and hides as many of
+    these bytes."""
+    lost: list[int] = []
+    level = found[0].total - found[0].bytes if found else 0
+    for event in found:
+        level += event.bytes
+        lost.append(level - event.total)
+    # Events of two threads may come in another order than their totals: what is lost is lost later, too.
+    return [max(0, min(pair)) for pair in zip(lost, (*lost[1:], *lost[-1:]), strict=True)]
+
+
 @contextmanager
 def tracking() -> Iterator[None]:
     """Let torch's CPU allocator remember the size of every block that it allocates inside the context.
@@ -92,25 +112,41 @@ def tracking() -> Iterator[None]:
     Raises:
         MeterError: this build of torch does not have the flag.
     """
+    with _sizes_remembered() as is_possible:
+        if not is_possible:
+            raise MeterError("this build of torch cannot remember the sizes of CPU blocks")
+        with _Tracked.lock:
+            _Tracked.depth += 1
+        try:
+            yield
+        finally:
+            with _Tracked.lock:
+                _Tracked.depth -= 1
+
+
+@contextmanager
+def _sizes_remembered() -> Iterator[bool]:
+    """Let torch's CPU allocator remember the sizes of blocks, in all threads, and tell whether it can."""
     flag = core_variable(REMEMBERS_SIZES, ctypes.c_bool)
     if flag is None:
-        raise MeterError("this build of torch cannot remember the sizes of CPU blocks")
+        yield False
+        return
     with _Tracked.lock:
-        _Tracked.depth += 1
+        _Tracked.remembering += 1
         flag.value = True
     try:
-        yield
+        yield True
     finally:
         with _Tracked.lock:
-            _Tracked.depth -= 1
-            flag.value = _Tracked.depth > 0
+            _Tracked.remembering -= 1
+            flag.value = _Tracked.remembering > 0
 
 
 class _Tracked:
-    """Number of open `tracking` contexts in the whole process, like the flag."""
+    """Number of open `tracking` contexts in the whole process, and of those that need the flag."""
 
     lock = threading.Lock()
-    depth = 0
+    depth = remembering = 0
 
 
 _measuring = threading.Lock()
@@ -198,7 +234,7 @@ def profiling() -> Iterator[Any]:
         if is_profiling():
             raise MeterError("a profiler is running: memory cannot be measured inside it. Measure "
                              "outside, or stop the profiler first")
-        with memory_events() as session:
+        with _sizes_remembered(), memory_events() as session:
             yield session
     finally:
         measuring.release()

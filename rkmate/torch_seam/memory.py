@@ -28,6 +28,9 @@ class Allocation(NamedTuple):
     """Time, on the profiler's clock."""
     address: int
     bytes: int
+    total: int
+    """Bytes of all threads after it, over a fixed level: of the CPU, of the blocks whose sizes its allocator
+    remembers."""
 
 
 def is_profiling() -> bool:
@@ -60,7 +63,8 @@ def allocations(results: Any, kind: str, index: int | None) -> list[Allocation]:
         fields = node.extra_fields
         where = fields.device
         if (where.type, index if index is None else where.index) == (kind, index):
-            found.append(Allocation(node.start_time_ns, fields.ptr, fields.alloc_size))
+            found.append(Allocation(node.start_time_ns, fields.ptr, fields.alloc_size,
+                                    fields.total_allocated))
     found.sort(key=lambda change: change.ns)
     return found
 

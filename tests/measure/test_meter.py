@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from queue import Queue
 from typing import Any, ClassVar
 
 import pytest
@@ -156,6 +157,41 @@ def test_threads_of_the_autograd_engine() -> None:
     assert _Reentrant.thread != threading.get_ident()
     assert measured.net >= 300 * KB
     _Reentrant.kept.clear()
+
+def test_what_other_threads_free_and_allocate() -> None:
+    """As threads of gloo do, which have no profiler: what they free is gone, what they allocate is theirs."""
+    given: Queue[list[torch.Tensor] | None] = Queue()
+
+    def serve() -> None:
+        while (work := given.get()) is not None:
+            work.clear()
+            zeros(50)
+            given.task_done()
+
+    def fn() -> torch.Tensor:
+        for _ in range(3):
+            given.put([zeros(8)])
+            given.join()
+            before = [zeros(2), zeros(1)]
+            del before
+        return zeros(4)
+
+    other = threading.Thread(target=serve)
+    other.start()
+    try:
+        measured = measure_peak(fn)
+        meter = device.of("cpu").parts_meter()
+        with meter.running():
+            with meter.part(0):
+                fn()
+            with meter.part(1):
+                kept = zeros(4)
+    finally:
+        given.put(None)
+        other.join()
+    assert kept.numel() and (measured.peak, measured.net) == (8 * KB, 4 * KB)
+    assert meter.levels() == {0: (0, 8 * KB), 1: (0, 4 * KB)}
+
 
 def test_parts_of_one_run() -> None:
     meter = device.of("cpu").parts_meter()

@@ -317,7 +317,7 @@ def _peaks(rank: int) -> dict[str, Any]:
         planned(x).backward()
         model.zero_grad()
         assert planned.plan is not None
-        # The profiler does not see what one of gloo's threads frees, if that thread is the last holder.
+        # One of gloo's threads may let go of a buffer late, if that thread is the last holder.
         measured = [place.measure_peak(lambda p=planned, x=x: p(x).backward(), timeline=False).peak
                     for _ in range(5)]
         found[name] = min(measured), planned.plan.peak_bytes, planned.plan.budget_bytes
