@@ -485,7 +485,7 @@ class Sharded(OneBudget):
             except InfeasibleBudget as error:
                 if ranks is None and (several_ranks() or now.checked):  # others wait in a collective
                     warn(f"{error}. Its steps take that")
-                    now.taken = 0
+                    now.is_refused(error.minimum_bytes or 0)
                 else:
                     refused = error
         if ranks is not None:

@@ -114,6 +114,8 @@ class Signature:
     """Bytes that these have taken, at least; 0 before the first of them."""
     most_taken: int = 0
     """Bytes that these have taken, at most."""
+    refused: int = 0
+    """The smallest budget that can be met, where steps take that, and the given one is smaller."""
     untrained: int = EVALUATIONS
     """Steps that ended here since one in which a backward has come: evaluation is not measured for long."""
     missed: int = 0
@@ -169,13 +171,14 @@ class Signature:
     def start_again(self) -> None:
         """Forget what was measured: the next step is measured again."""
         self.rest, self.is_shared, self.checks, self.checked, self.missed = None, False, 0, None, 0
+        self.refused = 0
 
     def note(self, step: Observed, kept_whole: bool, budget: int) -> None:
         """Note what a measured step has shown. `kept_whole`: whether it has exchanged no gradients. Steps are
         measured until one has, as that takes buffers, and lets whole gradients go."""
         found = step.rest()
         if self.is_shared:
-            self._check(found, step.peak, budget)
+            self._check(found, step.peak, max(budget, self.refused))
             return
         if found is not None and self.unexchanged is not None:
             found = found.together(self.unexchanged)
@@ -186,7 +189,13 @@ class Signature:
 
     def begin_checks(self) -> None:
         """Note that the next step follows the shared budget."""
-        self.checks, self.over, self.most_taken = 0 if self.checked else CHECKS, 0, 0
+        self.checks, self.over, self.most_taken, self.refused = 0 if self.checked else CHECKS, 0, 0, 0
+
+    def is_refused(self, least: int) -> None:
+        """Note that the next step takes more than the budget: the least that it can take, which is checked,
+        too."""
+        self.begin_checks()
+        self.refused, self.taken = least, 0
 
     def check_again(self) -> None:
         """Measure the next steps: another model may hold more in them now."""

@@ -3,6 +3,7 @@ ranks alike."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,9 +13,10 @@ import torch
 from torch import nn
 
 import rkmate
+from rkmate.parts import sharded
 from rkmate.parts.one_budget import Part, Rest
 from rkmate.parts.sharded import AGAIN, AGREED, Sharded
-from rkmate.parts.sharded_step import EVALUATIONS, KEPT, PATIENCE, Signature, bounds, tied
+from rkmate.parts.sharded_step import CHECKS, EVALUATIONS, KEPT, PATIENCE, Signature, bounds, tied
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.several_calls import Way
 
@@ -62,6 +64,22 @@ def test_it_is_refused_after_all() -> None:
         now.rest = SEEN
     with pytest.raises(rkmate.InfeasibleBudget, match="takes 30"):
         model._share_out(now, _ranks())
+
+
+@pytest.mark.parametrize(("taken", "told"), [(30, ["takes 30"]), (34, ["takes 30", "takes 34"])])
+def test_the_smallest_budget_that_a_warning_names_is_checked(
+        monkeypatch: pytest.MonkeyPatch, taken: int, told: list[str]) -> None:
+    """Steps of a new shape, or of a rank's stages, take it: if they show more, another warning names that."""
+    monkeypatch.setattr(sharded, "several_ranks", lambda: True)
+    model, now = _model(15, lambda rest: rest.early), Signature(rest=SEEN)
+    step: Any = SimpleNamespace(peak=taken, rest=lambda: SEEN._replace(early=taken))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(CHECKS + 2):
+            model._share_out(now, None)
+            if now.checks:
+                now.note(step, False, 15)
+    assert [str(w.message) for w in caught] == [f"{each}. Its steps take that" for each in told]
 
 
 def test_what_is_far_too_much_is_refused_at_once() -> None:
