@@ -37,13 +37,21 @@ from rkmate.runtime.segments import Call, saved_by
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.dtensor import dtensor_types, held_part, is_dtensor
-from rkmate.torch_seam.tensors import inside_backward, key_of, saved_by_node, storage_lives, version_of
+from rkmate.torch_seam.tensors import (
+    function_of,
+    inside_backward,
+    key_of,
+    saved_by_node,
+    storage_lives,
+    version_of,
+)
 
 USUAL = re.compile(
     r"^(Nll|LogSoftmax|Mse|SmoothL1|Huber|BinaryCrossEntropy|View|UnsafeView|ReshapeAlias|Transpose|T|Permute|"
-    r"Slice|Select|Squeeze|Unsqueeze|Alias|Clone|Add|Mul|Div|Sum|Mean|ToCopy)(Loss|Loss2D|LossND|WithLogits)?"
+    r"Slice|Select|Squeeze|Unsqueeze|Alias|Clone|Add|Mul|Div|Sum|Mean|ToCopy|_DDPSink)(Loss|Loss2D|LossND|WithLogits)?"
     r"Backward\d*$")
 """Names of autograd's nodes of which losses consist that take no more than is left for one."""
+_PACKAGE = __name__.partition(".")[0]
 MORE = 5, 3
 """The memory of another loss, as a ratio to that of a usual one."""
 MANY = 100
@@ -329,8 +337,8 @@ def _node_of(tensor: torch.Tensor) -> Any:
 
 
 def _is_planned(node: Any) -> bool:
-    """Return whether a node of autograd's graph belongs to a planned module."""
-    return type(node).__name__.startswith("_")
+    """Return whether a node of autograd's graph belongs to a planned module: a custom function of rkmate."""
+    return getattr(function_of(node), "__module__", "").partition(".")[0] == _PACKAGE
 
 
 def _operations(begin: Sequence[Any]) -> tuple[list[Any], list[Any]]:

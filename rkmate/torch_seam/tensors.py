@@ -247,10 +247,16 @@ def saved_by_node(node: Any) -> list[torch.Tensor]:
     """Return the tensors that a node of autograd's graph keeps for its backward."""
     found: list[torch.Tensor] = []
     for name in dir(node):
-        if name.startswith("_saved_"):
+        if name.startswith("_saved_") or name == "saved_tensors":       # of a custom function
             with suppress(RuntimeError):        # they are gone
                 found += [t for t in _as_list(getattr(node, name)) if isinstance(t, torch.Tensor)]
     return found
+
+
+def function_of(node: Any) -> type | None:
+    """Return the custom function (`torch.autograd.Function`) that a node of autograd's graph is the backward
+    of; None for a node of torch's own operators."""
+    return getattr(type(node), "_forward_cls", None)
 
 
 def _as_list(value: Any) -> Sequence[Any]:
