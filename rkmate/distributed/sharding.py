@@ -179,7 +179,7 @@ def _whole(part: Any, precision: Precision) -> torch.Tensor:
     group = [part] if kind is None else [*dict.fromkeys(
         p for m in _of_layer(layer) for p in parameters_of(m).values()
         if is_dtensor(p) and _kind(p, together) == kind)]
-    if part not in group:                   # of another layer
+    if all(p is not part for p in group):   # of another layer
         group = [part]
     made: dict[Any, torch.Tensor] = dict(zip(group, _Whole.apply(
         tuple(map(placed, group)), precision, *map(local_part, group)), strict=True))

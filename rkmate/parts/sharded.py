@@ -433,10 +433,10 @@ class Sharded(OneBudget):
         signature.note(step, any(m._exchanges.are_kept_whole for m in self._of_step),
                        budget := self._budget_of(signature))
         if signature.is_shared and signature.over <= budget < signature.most_taken:
-            logger.warning("%s: a step that was measured has taken %s bytes of the budget of %s, "
-                           "and another one %s: threads of the backend let go of exchanged buffers late in "
-                           "some steps", self._type, *(f"{n:,}" for n in (signature.most_taken, budget,
-                                                                     signature.over)))
+            logger.warning("%s: a step that was measured has taken %s bytes of the budget of %s, and another "
+                           "one %s: threads let go of exchanged buffers late in some steps, or calls without "
+                           "a backward (evaluation that records gradients) came before", self._type,
+                           *(f"{n:,}" for n in (signature.most_taken, budget, signature.over)))
             signature.most_taken = 0
 
     @contextmanager

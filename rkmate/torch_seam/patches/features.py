@@ -271,6 +271,7 @@ def _gradients() -> None:
 
 
 def _paths() -> None:
+    from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
     from rkmate.torch_seam.patches.libraries import as_in_eager_mode, known_value
@@ -285,7 +286,8 @@ def _paths() -> None:
 
     with as_in_eager_mode():
         make_fx(function)(torch.ones(3))
-    assert seen == [[0, 1, 2], None]
+        make_fx(dispatch_functionalize(function))(torch.ones(3))        # as models with DTensors are traced
+    assert seen == [[0, 1, 2], None] * 2
 
 
 def _groups() -> None:

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributions import Distribution
 from torch.fx.experimental import proxy_tensor
 from torch.nn.utils.prune import BasePruningMethod
@@ -200,6 +201,9 @@ def values_told(value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iter
 def node_of(tensor: torch.Tensor) -> fx.Node | None:
     """Return the node of a traced tensor; None outside of a trace."""
     mode = proxy_tensor.get_proxy_mode()
+    if mode is not None and isinstance(tensor, FunctionalTensor):   # in a trace of a model with DTensors
+        torch._sync(tensor)
+        tensor = torch._from_functional_tensor(tensor.elem)
     found = None if mode is None else proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
     proxy = getattr(found, "proxy", None)
     return proxy.node if isinstance(proxy, fx.Proxy) else None
