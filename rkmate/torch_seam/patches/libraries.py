@@ -202,7 +202,7 @@ def node_of(tensor: torch.Tensor) -> fx.Node | None:
     """Return the node of a traced tensor; None outside of a trace."""
     mode = proxy_tensor.get_proxy_mode()
     if mode is not None and isinstance(tensor, FunctionalTensor):   # in a trace of a model with DTensors
-        torch._sync(tensor)
+        torch._sync(tensor)                     # type: ignore[attr-defined]
         tensor = torch._from_functional_tensor(tensor.elem)
     found = None if mode is None else proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
     proxy = getattr(found, "proxy", None)
