@@ -62,12 +62,7 @@ from rkmate.runtime.snapshot import by_content
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import (
-    forward_hooks_of,
-    forward_pre_hooks_of,
-    is_sharded,
-    own_call,
-)
+from rkmate.torch_seam.modules import forward_hooks_of, forward_pre_hooks_of, is_sharded, own_call
 from rkmate.torch_seam.tensors import inside_backward, version_of
 from rkmate.torch_seam.trace import several_ranks
 
@@ -183,9 +178,11 @@ class Sharded(OneBudget):
         if is_unobserved():
             return call(*args, **kwargs)
         tensors, structure, constants = take_call_apart(args, kwargs)
+        kinds = () if self.tail is None else self.tail.cache.observations.kinds_in(tensors)
         key = (tuple((t.shape, t.dtype, t.requires_grad) for t in tensors), structure,
-               tuple(map(by_content, constants)), self._model.training)
-        now = self._signatures.setdefault(key, Signature())
+               tuple(map(by_content, constants)), self._model.training, kinds)
+        now = self._signatures.get(key) or self._signatures.pop((*key[:-1], ()), None) or Signature()
+        self._signatures[key] = now             # the first step has shown what a library looks at
         if len(self._signatures) > KEPT:
             self._forget(next(k for k, s in self._signatures.items()
                               if s is not now and self._leading not in s.family))
@@ -328,8 +325,7 @@ class Sharded(OneBudget):
             if tail.cache.find(key) is not None:
                 return True
             try:
-                self.provide(tail, key, args, kwargs)
-                tail.cache.make(key, args, kwargs)
+                tail.cache.make(self.provide(tail, key, args, kwargs), args, kwargs)
             except RkmateError as error:
                 logger.info("the rest of the forward of %s, after its last sharded module, runs as it is: %s",
                             self._type, error)
@@ -338,9 +334,10 @@ class Sharded(OneBudget):
 
     # -- plans ----------------------------------------------------------------------------
 
-    def provide(self, follower: Follower, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def provide(self, follower: Follower, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any]
+                ) -> Guards:
         """Give a planned module a plan for a call that it has none for: the leanest, or what others like it
-        follow."""
+        follow. Returns the call's key, with what a library looks at in the arguments."""
         model, chosen = follower.original, self._chosen.setdefault(follower, {})
         if self._now is None:
             self._warn_once("elsewhere", (
@@ -348,7 +345,7 @@ class Sharded(OneBudget):
                 "shows what the budget leaves for it, so it holds as little as it can"))
         part = next((p for p in self._parts if p.example.fits(model, key)), None)
         if part in chosen:
-            return
+            return key
         if part is None:
             part = self._new_part(follower, key, args, kwargs)
             if part not in self._parts:
@@ -357,6 +354,8 @@ class Sharded(OneBudget):
         follower.cache.follow([p for _, p in chosen.values()])
         self._leader._close()
         self._leader._has_new_parts |= self._now is not None        # the next step is measured (again)
+        seen = follower.cache.observations.with_kinds(*guards_of(follower.reader, args, kwargs))
+        return key._replace(kinds=seen.kinds)
 
     def _new_part(self, follower: Follower, key: Guards, args: tuple[Any, ...],
                   kwargs: dict[str, Any]) -> Part:
@@ -368,6 +367,7 @@ class Sharded(OneBudget):
             if follower is self.tail:
                 refuse_what_would_run_twice(traced.capture)
                 drop_beginning(traced.capture, len(self.rest.returned[-1][1]))
+            key = follower.cache.observations.look(key, traced.capture.looked)
             known = next((p for p in self._parts if p.note(key, traced)), None)
             if known is not None:
                 return known

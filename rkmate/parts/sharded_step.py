@@ -52,7 +52,7 @@ class Follower(PlannedModule):
     def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                        ) -> Specialization | None:
         if self._within is not None and self._has_something_to_train(args, kwargs):
-            self._within.provide(self, key, args, kwargs)
+            key = self._within.provide(self, key, args, kwargs)
         return super()._new_signature(key, args, kwargs)
 
     def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

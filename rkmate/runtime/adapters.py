@@ -180,6 +180,11 @@ class Observations(Adapter):
         numbers = sorted(self._looked.get(key.structure, ())) if self._looked else ()
         return key._replace(kinds=tuple((k, kind_of(tensors[k])) for k in numbers)) if numbers else key
 
+    def kinds_in(self, tensors: Sequence[torch.Tensor]) -> Kinds:
+        """Return the kinds of the arguments that a library looks at in some calls, of which these are one."""
+        numbers = sorted(set().union(*self._looked.values()))
+        return tuple((k, kind_of(tensors[k])) for k in numbers if k < len(tensors))
+
     def add(self, key: Guards, recipe: Recipe | None) -> Guards:
         """Record that a call of this signature was captured. Returns its key, with the forward's
         observations."""

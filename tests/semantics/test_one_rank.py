@@ -3,6 +3,7 @@ are the same in each step, so the smallest budget that an error names is exactly
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable
@@ -111,19 +112,34 @@ def _looked_at(rank: int) -> dict[str, Any]:
         import transformers
     except ImportError:
         return {"skipped": True}
-    found = []
-    for planned in (False, True):
+    from torch.distributed.fsdp import fully_shard
+
+    found: list[list[torch.Tensor]] = []
+    records: list[str] = []
+    log = logging.Handler()
+    log.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rkmate").addHandler(log)
+    for masked, planned in itertools.product((False, True), repeat=2):
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
             vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
             num_attention_heads=4, num_key_value_heads=2, use_cache=False)).train()
-        rkmate.distributed.shard(model, init_device_mesh("cpu", (1,)))
+        if masked:
+            for module in (*model.model.layers, model):
+                fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        else:
+            rkmate.distributed.shard(model, init_device_mesh("cpu", (1,)))
         if planned:
             rkmate.apply(model, budget=1.0, progress=False, settings=Settings(costs="analytic"))
         ids = torch.arange(32).view(2, 16)
-        model(input_ids=ids, labels=ids).loss.backward()
+        for k in range(7 if masked else 1):
+            mask = torch.ones_like(ids)
+            mask[0, 16 - k % 2:] = 0            # every other batch is padded
+            model(input_ids=ids, labels=ids, **({"attention_mask": mask} if masked else {})).loss.backward()
         found.append([whole(p.grad) for p in model.parameters()])
-    return {"equal": all(map(torch.equal, *found))}
+    logging.getLogger("rkmate").removeHandler(log)
+    return {"equal": [all(map(torch.equal, *found[k:k + 2])) for k in (0, 2)],
+            "shared": sum("from this step on" in text for text in records)}
 
 
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -147,10 +163,11 @@ def test_a_step_shares_the_budget_with_calls_that_have_no_backward(found: Found,
 
 
 def test_what_a_library_looks_at_is_known_where_parameters_are_sharded(found: Found) -> None:
-    """Attention with fewer keys than queries takes eager mode's path, bit for bit."""
+    """Attention with fewer keys than queries takes eager mode's path, bit for bit. Steps with a mask of ones,
+    and with another one, share the budget out, each for itself."""
     mine, = found["looked at"]
     assert "failed" not in mine, mine["failed"]
-    assert mine.get("skipped") or mine["equal"]
+    assert mine.get("skipped") or mine == {"equal": [True, True], "shared": 2}
 
 
 def test_later_steps_that_take_more_are_seen(found: Found) -> None:
