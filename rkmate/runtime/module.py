@@ -268,10 +268,12 @@ class PlannedModule(StandIn):
                 watch_sums(calls[0], sums, call.inputs, self._tell_of_sum)
             return self._unusual.follow(result)
         except OtherAnswer as error:
-            asked = str(error)
+            asked, raises = str(error), error.raises
+        # An error of the original's says enough by itself.
+        result = self._run_original(call.args, call.kwargs) if raises else None
         self._tell(asked, f"the plan of {type(self._original).__name__} takes for granted that {asked}, and "
                           "a call has found otherwise: the original runs in such calls, without a budget")
-        return self._run_original(call.args, call.kwargs)
+        return result if raises else self._run_original(call.args, call.kwargs)
 
     def _tell_of_sum(self, number: int) -> None:
         """Warn that others contribute to the gradient of an input."""

@@ -37,8 +37,8 @@ from rkmate.graph.capture.recipe import Recipe
 from rkmate.graph.capture.refusals import (
     OWN_GENERATOR,
     explained,
-    has_generator,
     is_data_dependent,
+    place_in,
     refuse_sparse,
 )
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
@@ -548,8 +548,9 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
             sources[node] = source(role_of(descriptor(node)), descriptor(node))
         elif node.op == "get_attr":
             value = getattr(module, node.target)
-            if not isinstance(value, torch.Tensor) and has_generator(model):
-                raise CaptureError(f"{type(model).__name__} {OWN_GENERATOR}")
+            if isinstance(value, torch.Generator):
+                place = place_in("\n".join(user.stack_trace or "" for user in node.users))
+                raise CaptureError(f"{type(model).__name__} cannot be captured{place}: it {OWN_GENERATOR}")
             if not isinstance(value, torch.Tensor):
                 raise CaptureError(f"{type(model).__name__} uses the higher-order operation "
                                    f"{node.target}, which cannot be planned statically; "
