@@ -42,7 +42,15 @@ from rkmate.graph.capture.refusals import (
     refuse_sparse,
 )
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
-from rkmate.graph.capture.state import MISSING, Assigned, HostDraws, PythonState, filled, members_of
+from rkmate.graph.capture.state import (
+    MISSING,
+    Assigned,
+    HostDraws,
+    PythonState,
+    filled,
+    members_of,
+    refuse_iterators,
+)
 from rkmate.graph.capture.structure import LOCAL, Structure, piece_name, take_apart
 from rkmate.graph.capture.values import (
     Values,
@@ -286,12 +294,14 @@ def resizes(model: nn.Module, name: str) -> str:
 
 
 def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+    refuse_iterators(model)
     before = start = PythonState(model)
     draws = HostDraws()
     kept: list[Assigned] = []
     try:
         result, assigned = _capture(model, args, kwargs)
         draws.refuse_change(model)
+        before.refuse_counting(model)
         read = set(map(storage_id, result.constants.values()))
         for one in (c.filled for c in result.effects.collected):
             if any(storage_id(t) in read for t in tensors_in(one.old)):
