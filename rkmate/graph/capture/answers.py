@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from rkmate.graph.capture.structure import TensorForm, form_of
+from rkmate.graph.capture.structure import ReadLater, TensorForm, form_of
 from rkmate.support.warn import PACKAGE
 from rkmate.torch_seam.patches.libraries import known_value, node_of, values_told
 from rkmate.torch_seam.tensors import outside_trace
@@ -60,6 +60,9 @@ _COMPARED: dict[str, Callable[[float], bool | None]] = {
 """Comparisons of a drawn number with another one: the answer of nearly all draws; None if there is none."""
 _ASSERTS = frozenset(("_assert", "_assert_async"))
 _READS = frozenset(("__bool__", "item", "is_nonzero")) | _ASSERTS
+
+_KEPT = frozenset(("item", "tolist"))
+"""Reads whose result a forward may return or keep: it is read when a planned forward is over."""
 
 SOLVERS: dict[Any, tuple[Callable[..., Any], str]] = {
     torch.linalg.inv: (torch.linalg.inv_ex, "a matrix can be inverted"),
@@ -134,6 +137,8 @@ class Questions:
             result, info = run(solver, args, kwargs)
             self.answered.append(_Sure(info.eq(0).all(), True, what))
             return result
+        if name in _KEPT and args and not self._known(args[0]) and not inside_transform():
+            return ReadLater(run(torch.Tensor.clone, (args[0].detach(),), {}), name)
         out = run(func, args, kwargs)
         if isinstance(out, torch.Tensor):
             self._note(name, args, out)

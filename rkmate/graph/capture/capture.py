@@ -43,6 +43,7 @@ from rkmate.graph.capture.refusals import (
 )
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
 from rkmate.graph.capture.state import (
+    COUNTS,
     MISSING,
     Assigned,
     HostDraws,
@@ -51,7 +52,13 @@ from rkmate.graph.capture.state import (
     members_of,
     refuse_iterators,
 )
-from rkmate.graph.capture.structure import LOCAL, Structure, piece_name, take_apart
+from rkmate.graph.capture.structure import (
+    LOCAL,
+    Structure,
+    piece_name,
+    refuse_numbers_of_trace,
+    take_apart,
+)
 from rkmate.graph.capture.values import (
     Values,
     begin,
@@ -87,12 +94,6 @@ from rkmate.torch_seam.trace import (
 from rkmate.torch_seam.versions import is_off
 
 # -- A captured step -------------------------------------------------------------------------------
-#
-# Capture: the joint forward and backward graph of a module, as ATen operations.
-#
-# `torch.export` first (it tells libraries that they are being compiled, so that data-dependent mask checks
-# take the traceable path), then AOTAutograd's joint graph with descriptors. What has to be repaired on the
-# way is in the table of `repairs`.
 
 
 SourceKind = Literal["param", "buffer", "input", "constant", "tangent", "kept", "grad"]
@@ -198,6 +199,8 @@ class _Flat(nn.Module):
         self.found.structure = structure.with_dtensors(
             {k: placed[id(t)] for k, t in enumerate(flat) if id(t) in placed}) if placed else structure
         self.found.assigned = self.before.assigned()
+        refuse_numbers_of_trace([out, *(a.new for a in self.found.assigned),
+                                 *(held for held, _ in members.values()), *self.before.containers()])
         own = ((keys, filled(f"argument {keys[0]!r}", (0, ""), held, old))
                for keys, (held, old) in members.items())
         effects, every = found_effects(
@@ -301,7 +304,6 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         result, assigned = _capture(model, args, kwargs)
         draws.refuse_change(model)
-        before.refuse_counting(model)
         read = set(map(storage_id, result.constants.values()))
         for one in (c.filled for c in result.effects.collected):
             if any(storage_id(t) in read for t in tensors_in(one.old)):
@@ -319,9 +321,11 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             result, assigned = _capture(model, args, kwargs)
         # A second trace from where the first has left the attributes: an equal graph means that the
         # forward does not read what it keeps.
-        collected = result.effects.collected
-        effects = _repeated(result, model, args, kwargs, start, assigned) if assigned or collected else \
-            result.effects
+        collected, counted = result.effects.collected, before.counted()
+        effects = _repeated(result, model, args, kwargs, start, assigned) \
+            if assigned or collected or counted else result.effects
+        if effects is None and counted and not assigned and not collected:
+            raise CaptureError(f"{type(model).__name__}: the forward changes {counted}; {COUNTS}")
         if effects is None:
             names = ", ".join(dict.fromkeys([*(a.path for a in assigned[:5]),
                                              *(c.filled.path for c in collected[:5])]))
@@ -359,6 +363,7 @@ def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: d
     """Return the changes that each forward leaves behind; None where a second one does something else."""
     left = PythonState(model)
     before.restore()
+    left.restore_numbers()
     left.restore_hooks()              # those that the first trace has installed belong to it
     for a in assigned:
         a.repeat()

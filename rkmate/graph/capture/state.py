@@ -209,7 +209,7 @@ def _reached_by(function: Any) -> Iterator[tuple[str, Any]]:
                 if name in function.__globals__)
 
 
-_COUNTS = ("a captured step would not repeat that. Do so outside of the forward and pass the value, or "
+COUNTS = ("a captured step would not repeat that. Do so outside of the forward and pass the value, or "
            "compute it from a buffer (register_buffer) that counts")
 _Around = tuple[str, "type | CellType | dict[str, Any]", str, Any]
 """A number outside of the model's objects: its name in words, what holds it, its key there, and its value."""
@@ -245,7 +245,7 @@ def refuse_iterators(model: nn.Module) -> None:
             if isinstance(value, Iterator) and not isinstance(value, IOBase) and any(
                     name in _names_in(f.__code__) for f in _functions_of(type(m))):
                 raise CaptureError(f"{type(model).__name__}: the forward advances the iterator "
-                                   f"{path}{'.' * bool(path)}{name}; {_COUNTS}")
+                                   f"{path}{'.' * bool(path)}{name}; {COUNTS}")
 
 
 def _functions_of(kind: type) -> tuple[FunctionType, ...]:
@@ -340,6 +340,11 @@ class PythonState:
                     del holder.__dict__[k]
                 elif holder.__dict__.get(k, MISSING) is not attributes[k]:
                     holder.__dict__[k] = attributes[k]
+        self.restore_numbers()
+        self.restore_members()
+
+    def restore_numbers(self) -> None:
+        """Put numbers of classes, global ones, and those of enclosing functions back alone."""
         for _, holder, key, old in self._numbers:
             if _number(holder, key) != old:
                 if isinstance(holder, CellType):
@@ -348,7 +353,6 @@ class PythonState:
                     setattr(holder, key, old)
                 else:
                     holder[key] = old
-        self.restore_members()
 
     def restore_members(self) -> None:
         """Put lists and dictionaries back alone, and their members: an export that has failed leaves copies
@@ -362,17 +366,20 @@ class PythonState:
             if not _same_members(held, members):
                 _set(held, members)
 
+    def containers(self) -> list[Any]:
+        """Return the lists and dictionaries whose members are other objects now."""
+        return [held for _, _, held, members in self._containers.values()
+                if not _same_members(held, members)]
+
     def filled(self) -> list[Filled]:
         """Return the lists and dictionaries with other tensors among their members now."""
         return [f for path, place, held, members in self._containers.values()
                 if (f := filled(path, place, held, members)) is not None]
 
-    def refuse_counting(self, model: nn.Module) -> None:
-        """Raise `CaptureError` where the forward has changed a number of a class, a global one, or one of an
-        enclosing function."""
-        for name, holder, key, old in self._numbers:
-            if _number(holder, key) != old:
-                raise CaptureError(f"{type(model).__name__}: the forward changes {name}; {_COUNTS}")
+    def counted(self) -> str:
+        """Return the name of a number of a class, a global one, or one of an enclosing function that is
+        another one now; empty if there is none."""
+        return next((name for name, holder, key, old in self._numbers if _number(holder, key) != old), "")
 
     def leaked(self) -> str | None:
         """Return the name of something in which a trace has left one of its tensors, to be asked after
