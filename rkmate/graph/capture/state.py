@@ -7,7 +7,7 @@ import dis
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import IOBase
@@ -243,16 +243,17 @@ def refuse_iterators(model: nn.Module) -> None:
     for path, m in model.named_modules():
         for name, value in m.__dict__.items():
             if isinstance(value, Iterator) and not isinstance(value, IOBase) and any(
-                    name in _names_in(f.__code__) for f in _functions_of(type(m))):
+                    name in _names_in(f.__code__) for f in _functions_of([m])):
                 raise CaptureError(f"{type(model).__name__}: the forward advances the iterator "
                                    f"{path}{'.' * bool(path)}{name}; {COUNTS}")
 
 
-def _functions_of(kind: type) -> tuple[FunctionType, ...]:
-    """Return the forward of a class, and the functions of the user that it calls by name: methods, global
-    functions, and those of an enclosing function."""
+def _functions_of(modules: Sequence[nn.Module]) -> tuple[FunctionType, ...]:
+    """Return the forward of modules of one class, the functions in their attributes, and the functions of the
+    user that these call by name: methods, global functions, and those of an enclosing function."""
     found: dict[int, FunctionType] = {}
-    todo: list[Any] = [getattr(kind, "forward", None)]
+    kind = type(modules[0])
+    todo: list[Any] = [getattr(kind, "forward", None), *(v for m in modules for v in m.__dict__.values())]
     while todo:
         function = todo.pop()
         if not isinstance(function, FunctionType) or id(function) in found or \
@@ -292,8 +293,10 @@ class PythonState:
         forwards = [f for kind in dict.fromkeys(map(type, model.modules()))
                     if isinstance(f := getattr(kind, "forward", None), FunctionType)]
         self._functions = [*hooks, *forwards]
-        kinds = dict.fromkeys(map(type, model.modules()))
-        self._numbers = [n for f in dict.fromkeys(f for k in kinds for f in _functions_of(k))
+        kinds: dict[type, list[nn.Module]] = {}
+        for m in model.modules():
+            kinds.setdefault(type(m), []).append(m)
+        self._numbers = [n for f in dict.fromkeys(f for same in kinds.values() for f in _functions_of(same))
                          for n in _numbers_around(f)]
         self._numbers += [(f"{c.__name__}.{k}", c, k, v)
                           for c in dict.fromkeys(c for k in kinds for c in k.__mro__)
