@@ -257,7 +257,7 @@ def _functions_of(modules: Sequence[nn.Module]) -> tuple[FunctionType, ...]:
     while todo:
         function = todo.pop()
         if not isinstance(function, FunctionType) or id(function) in found or \
-                function.__module__.startswith(("torch.", "rkmate.")):
+                str(function.__module__).startswith(("None", "torch.", "rkmate.")):
             continue
         found[id(function)] = function
         names = _names_in(function.__code__)
