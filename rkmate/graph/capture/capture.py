@@ -42,23 +42,8 @@ from rkmate.graph.capture.refusals import (
     refuse_sparse,
 )
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
-from rkmate.graph.capture.state import (
-    COUNTS,
-    MISSING,
-    Assigned,
-    HostDraws,
-    PythonState,
-    filled,
-    members_of,
-    refuse_iterators,
-)
-from rkmate.graph.capture.structure import (
-    LOCAL,
-    Structure,
-    piece_name,
-    refuse_numbers_of_trace,
-    take_apart,
-)
+from rkmate.graph.capture.state import MISSING, Assigned, HostDraws, PythonState, filled, members_of
+from rkmate.graph.capture.structure import LOCAL, Structure, piece_name, refuse_numbers_of_trace, take_apart
 from rkmate.graph.capture.values import (
     Values,
     begin,
@@ -297,8 +282,8 @@ def resizes(model: nn.Module, name: str) -> str:
 
 
 def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
-    refuse_iterators(model)
     before = start = PythonState(model)
+    before.refuse_iterators(model)
     draws = HostDraws()
     kept: list[Assigned] = []
     try:
@@ -325,7 +310,7 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         effects = _repeated(result, model, args, kwargs, start, assigned) \
             if assigned or collected or counted else result.effects
         if effects is None and counted and not assigned and not collected:
-            raise CaptureError(f"{type(model).__name__}: the forward changes {counted}; {COUNTS}")
+            raise CaptureError(f"{type(model).__name__}: the forward changes {counted}")
         if effects is None:
             names = ", ".join(dict.fromkeys([*(a.path for a in assigned[:5]),
                                              *(c.filled.path for c in collected[:5])]))

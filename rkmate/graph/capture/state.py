@@ -209,7 +209,7 @@ def _reached_by(function: Any) -> Iterator[tuple[str, Any]]:
                 if name in function.__globals__)
 
 
-COUNTS = ("a captured step would not repeat that. Do so outside of the forward and pass the value, or "
+_COUNTS = ("a captured step would not repeat that. Do so outside of the forward and pass the value, or "
            "compute it from a buffer (register_buffer) that counts")
 _Around = tuple[str, "type | CellType | dict[str, Any]", str, Any]
 """A number outside of the model's objects: its name in words, what holds it, its key there, and its value."""
@@ -235,17 +235,6 @@ def _numbers_around(forward: FunctionType) -> Iterator[_Around]:
 def _stores_of(code: CodeType) -> tuple[tuple[str, str], ...]:
     return tuple((i.opname, i.argval) for i in dis.get_instructions(code)
                  if i.opname in ("STORE_GLOBAL", "STORE_DEREF"))
-
-
-def refuse_iterators(model: nn.Module) -> None:
-    """Raise `CaptureError` where the forward of a module reads an iterator in one of its attributes, which
-    nobody can set back once a trace has advanced it."""
-    for path, m in model.named_modules():
-        for name, value in m.__dict__.items():
-            if isinstance(value, Iterator) and not isinstance(value, IOBase) and any(
-                    name in _names_in(f.__code__) for f in _functions_of([m])):
-                raise CaptureError(f"{type(model).__name__}: the forward advances the iterator "
-                                   f"{path}{'.' * bool(path)}{name}; {COUNTS}")
 
 
 def _functions_of(modules: Sequence[nn.Module]) -> tuple[FunctionType, ...]:
@@ -379,10 +368,21 @@ class PythonState:
         return [f for path, place, held, members in self._containers.values()
                 if (f := filled(path, place, held, members)) is not None]
 
+    def refuse_iterators(self, model: nn.Module) -> None:
+        """Raise `CaptureError` where a forward reads an iterator in an attribute of its module, which nobody
+        can set back once a trace has advanced it."""
+        for path, m, attributes, _ in self._modules:
+            for name, value in attributes.items():
+                if isinstance(value, Iterator) and not isinstance(value, IOBase) and any(
+                        name in _names_in(f.__code__) for f in _functions_of([m])):
+                    raise CaptureError(f"{type(model).__name__}: the forward advances the iterator "
+                                       f"{path}{'.' * bool(path)}{name}; {_COUNTS}")
+
     def counted(self) -> str:
         """Return the name of a number of a class, a global one, or one of an enclosing function that is
-        another one now; empty if there is none."""
-        return next((name for name, holder, key, old in self._numbers if _number(holder, key) != old), "")
+        another one now, and what to do; empty if there is none."""
+        return next((f"{name}; {_COUNTS}" for name, holder, key, old in self._numbers
+                     if _number(holder, key) != old), "")
 
     def leaked(self) -> str | None:
         """Return the name of something in which a trace has left one of its tensors, to be asked after
