@@ -18,7 +18,7 @@ Rows are appended to ``--rows FILE`` (JSON, one row a line; benchmarks/field.jso
 there is not run again. ``--write`` makes docs/field.md of that file. The scenarios are rows of a table
 (`field_scenarios.py`, `field_architectures.py`, `field_newer.py`, `field_text.py`, `field_vision.py`,
 `field_sound.py`, `field_loops.py`, `field_losses.py`, `field_tuning.py`, `field_further.py`,
-`field_more.py`, `field_latest.py`).
+`field_more.py`, `field_latest.py`, `field_numbers.py`).
 
 Usage: python benchmarks/field.py --libraries torch peft --names llama
 """
@@ -49,6 +49,7 @@ from field_loops import SCENARIOS as LOOPS
 from field_losses import SCENARIOS as LOSSES
 from field_more import SCENARIOS as LATEST
 from field_newer import SCENARIOS as NEWER
+from field_numbers import SCENARIOS as NUMBERS
 from field_scenarios import SCENARIOS as FIRST
 from field_scenarios import Scenario, Task
 from field_sound import SCENARIOS as SOUND
@@ -63,7 +64,7 @@ from rkmate.measure.step import measure_step
 PAGE, ROWS = DOCS / "field.md", Path(__file__).with_name("field.jsonl")
 SCENARIOS = tuple(sorted((
     *FIRST, *MORE, *NEWER, *TEXT, *VISION, *SOUND, *LOOPS, *LOSSES, *TUNING, *FURTHER,
-    *LATEST, *LATER), key=lambda s: [
+    *LATEST, *LATER, *NUMBERS), key=lambda s: [
     r.library for r in FIRST].index(s.library) if any(r.library == s.library for r in FIRST) else len(FIRST)))
 STEPS = 3
 """Training steps of each of the two runs."""

@@ -268,10 +268,12 @@ class PlannedModule(StandIn):
                 watch_sums(calls[0], sums, call.inputs, self._tell_of_sum)
             return self._unusual.follow(result)
         except OtherAnswer as error:
-            asked = str(error)
+            asked, raises = str(error), error.raises
+        # An error of the original's says enough by itself.
+        result = self._run_original(call.args, call.kwargs) if raises else None
         self._tell(asked, f"the plan of {type(self._original).__name__} takes for granted that {asked}, and "
                           "a call has found otherwise: the original runs in such calls, without a budget")
-        return self._run_original(call.args, call.kwargs)
+        return result if raises else self._run_original(call.args, call.kwargs)
 
     def _tell_of_sum(self, number: int) -> None:
         """Warn that others contribute to the gradient of an input."""
@@ -283,10 +285,12 @@ class PlannedModule(StandIn):
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original's forward once more, because its backward has to leave a graph."""
+        plan = self.plan
         self._tell("graph", "a backward with create_graph=True runs the original's forward once more, and "
-                            "differentiates that: this takes the original's memory, outside of the budget. A "
-                            "gradient that is computed inside of the module is planned ('Gradient penalties' "
-                            "in docs/recipes.md)")
+                            "differentiates that: this takes the original's memory, outside of the budget of "
+                            f"{plan.budget_bytes:,} bytes (a step of the original takes about "
+                            f"{plan.baseline_peak_bytes:,} bytes). A gradient that is computed inside of the "
+                            "module is planned ('Gradient penalties' in docs/recipes.md)")
         self._unusual.ask("backwards with create_graph=True run the original's forward of "
                           f"{type(self._original).__name__} once more",
                           "Compute inner gradients inside of the module, or apply rkmate to a module that "

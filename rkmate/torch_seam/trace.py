@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 from unittest import mock
 
@@ -264,6 +264,15 @@ def quiet() -> Iterator[None]:
 
 
 # -- functions ---------------------------------------------------------------------------------
+
+def seen_inside(function: Any) -> Callable[..., Any]:
+    """Return a function of torch that is written in Python as one whose calls a mode sees, in place of its
+    own call."""
+    hidden = {"has_torch_function_variadic": lambda *_: False}
+    seen = FunctionType(function.__code__, {**function.__globals__, **hidden}, None, function.__defaults__)
+    seen.__kwdefaults__ = function.__kwdefaults__
+    return seen
+
 
 def operations_of(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.Graph:
     """Return the operations that a function of fake tensors calls, those of derivatives that it asks for

@@ -1,5 +1,5 @@
 """Forwards that ask for values to which nearly all calls have one answer: whether they are finite, whether a
-drawn number is above zero, whether a matrix can be inverted."""
+drawn number is above zero, whether a matrix can be inverted, whether a check that raises an error passes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,40 @@ def _factorised(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return x @ torch.linalg.cholesky(layer.matrix @ layer.matrix.T)
 
 
-KINDS = (_finite, _not_finite, _neither, _drawn, _inverted, _solved, _factorised)
+def _raising(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    if layer.training and not ((x > -1e5).all() and torch.all(x < 1e4)):
+        message = "large"
+        raise ValueError(message)
+    return x
+
+
+def _asserting(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    assert x.max() < 1e4, "large"
+    return x
+
+
+def _else_raising(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    if torch.all(x < 1e4):
+        return x
+    else:
+        raise ValueError("large")
+
+
+def _asserted_by_torch(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    torch._assert((x < 1e4).all(), "large")
+    return x
+
+
+def _variance(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return F.gaussian_nll_loss(x, torch.zeros_like(x), 1e4 - x, reduction="none")
+
+
+def _distributed(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.Normal(x, 1e4 - x, validate_args=True).rsample()
+
+
+CHECKS = (_raising, _asserting, _else_raising, _asserted_by_torch, _variance, _distributed)
+KINDS = (_finite, _not_finite, _neither, _drawn, _inverted, _solved, _factorised, *CHECKS)
 
 
 def trained(asks: Asks, budget: float | None, *, infinite: bool = False) -> tuple[
@@ -117,6 +150,46 @@ def test_a_forward_with_another_answer_is_undone_and_runs_as_it_is(asks: Asks) -
         planned = trained(asks, 0.9, infinite=True)[1]
     assert same(plain, planned)
     assert len([w for w in said if "takes for granted" in str(w.message)]) == 1
+
+
+@pytest.mark.filterwarnings("error::rkmate.RkmateWarning")
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_check_raises_what_it_raises(check: Asks) -> None:
+    def left(budget: float | None) -> list[object]:
+        torch.manual_seed(0)
+        model, x, found = Layer(check), torch.randn(64, 16), []
+        if budget is not None:
+            rkmate.apply(model, budget=budget, progress=False, settings=rkmate.Settings(
+                parts="never", costs="analytic"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(5):
+            with torch.no_grad():
+                model.norm.bias.fill_(1e5 if number in (2, 3) else 0.0)
+            try:
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                found.append(loss.item())
+            except (ValueError, AssertionError) as error:
+                found.append(type(error).__name__)
+        assert budget is None or rkmate.applied(model).has_plan
+        return [*found, *(t.tolist() for t in model.state_dict().values()), torch.rand(1).item()]
+
+    assert left(None) == left(0.9)
+    assert sum(isinstance(x, str) for x in left(None)) == 2
+
+
+def test_a_check_that_its_caller_handles_is_told_of() -> None:
+    def handling(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return _raising(layer, x)
+        except ValueError:
+            return x.clamp(-1, 1)
+
+    plain = trained(handling, None, infinite=True)[1]
+    with pytest.warns(rkmate.RkmateWarning, match=r"the check at .*:\d+ passes, and a call"):
+        planned = trained(handling, 0.9, infinite=True)[1]
+    assert same(plain, planned)
 
 
 def test_a_solver_raises_what_it_raises() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -38,9 +39,15 @@ class _Raises(nn.Linear):
         raise ValueError("the model's own complaint")
 
 
-class _Sampled(nn.Linear):
+class _Drawing(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.distributions.Normal(super().forward(x), 1.0, True).rsample()
+        return super().forward(x + torch.rand(8, generator=torch.Generator().manual_seed(1)))
+
+
+class _Timed(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.times = {"begun": (time.perf_counter(), self.in_features)}
+        return super().forward(x)
 
 
 class _Packed(nn.LSTM):
@@ -66,7 +73,7 @@ class _Picking(nn.Linear):
 class _Asserting(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
-        assert x.abs().max() < 1e9
+        assert x.abs().max().item() < 1e9
         return x
 
 
@@ -146,11 +153,12 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "sparse input": (C, "sparse", lambda: _wrap(args=(X.to_sparse(),))),
     "nested input": (C, "is nested", lambda: _wrap(args=(torch.nested.nested_tensor(
         [X, X[:2]], layout=torch.jagged),))),
-    "distribution": (C, "validate_args=True", lambda: _wrap(_Sampled(8, 8))),
+    "a generator of its own": (C, r"generator=torch.* outside of the forward", lambda: _wrap(_Drawing(8, 8))),
+    "a time": (C, r"assigns times, .*\(a time, or", lambda: _wrap(_Timed(8, 8))),
     "packed sequence": (C, "lengths of a packed sequence", lambda: _wrap(
         _Packed(8, 8), (torch.randn(3, 2, 8), torch.tensor([3, 2])))),
     "rows that a mask picks": (C, r"return x\[x > 0\]: .* Compute all rows", lambda: _wrap(_Picking(8, 8))),
-    "an assertion": (C, r"or leave assertions out \(python -O\)", lambda: _wrap(_Asserting(8, 8))),
+    "an assertion": (C, r"compare the tensor itself .*python -O", lambda: _wrap(_Asserting(8, 8))),
     "sparse intermediate": (C, "makes a tensor with the layout torch.sparse_coo", lambda: _wrap(
         _Sparse(8, 8))),
     "number of values of a sparse tensor": (C, r"== 0 else .* torch.sparse_coo \(_nnz\)", lambda: _wrap(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,20 @@ class CallsBackward(nn.Linear):
 def test_a_backward_in_the_forward_is_refused() -> None:
     with pytest.raises(rkmate.CaptureError, match=r"test_inner_gradients.py:\d+.*calls backward\(\)"):
         planned(CallsBackward(4, 4), torch.randn(2, 4))
+
+
+def test_other_threads_train_while_a_forward_is_captured() -> None:
+    class Waits(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            thread = threading.Thread(target=lambda: other(torch.ones(2, 4)).sum().backward())
+            thread.start()
+            thread.join()
+            return super().forward(x).tanh()
+
+    other = nn.Linear(4, 4)
+    rkmate.wrap(Waits(4, 4), (torch.randn(2, 4),), budget=1.0, progress=False,
+                settings=rkmate.Settings(costs="analytic"))
+    assert other.bias.grad is not None
 
 
 def test_an_input_without_gradient_fails_as_in_the_original() -> None:

@@ -5,6 +5,8 @@ A forward that asks whether its activations are finite, or whether a drawn numbe
 that every ordinary step takes. The trace follows that path. What was asked becomes a further output of the
 step: where it says otherwise, the planned forward is undone, and the module's own runs instead. Solvers that
 check their result are traced without the check, and whether it would have passed is asked in the same way.
+So is a check of values that only raises an error (`if (x < 0).any(): raise`, `assert`): it passes in nearly
+all calls, and where it does not, the module's own forward raises the error.
 
 Of arguments, a trace knows the kind: masks of ones, and positions in order. Transformers leave out a mask of
 ones in eager mode, and keep every mask in a trace. A trace asks here instead: where a value depends on
@@ -15,15 +17,22 @@ size: calls of other sizes are derived from captures of their kind.
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
-from rkmate.graph.capture.structure import TensorForm, form_of
+from rkmate.graph.capture.structure import ReadLater, TensorForm, form_of
+from rkmate.support.warn import PACKAGE
 from rkmate.torch_seam.patches.libraries import known_value, node_of, values_told
 from rkmate.torch_seam.tensors import outside_trace
 from rkmate.torch_seam.trace import inside_transform
@@ -49,7 +58,11 @@ _COMPARED: dict[str, Callable[[float], bool | None]] = {
     **dict.fromkeys(("__lt__", "lt", "less", "__le__", "le", "less_equal"),
                     lambda p: False if p <= 0 else True if p >= 1 else None)}
 """Comparisons of a drawn number with another one: the answer of nearly all draws; None if there is none."""
-_READS = frozenset(("__bool__", "item", "is_nonzero"))
+_ASSERTS = frozenset(("_assert", "_assert_async"))
+_READS = frozenset(("__bool__", "item", "is_nonzero")) | _ASSERTS
+
+_KEPT = frozenset(("item", "tolist"))
+"""Reads whose result a forward may return or keep: it is read when a planned forward is over."""
 
 SOLVERS: dict[Any, tuple[Callable[..., Any], str]] = {
     torch.linalg.inv: (torch.linalg.inv_ex, "a matrix can be inverted"),
@@ -61,8 +74,17 @@ SOLVERS: dict[Any, tuple[Callable[..., Any], str]] = {
 """Solvers that check their result: what computes the same without the check, and what is asked."""
 
 
+CHECKING = frozenset((F.gaussian_nll_loss,))
+"""Functions of torch that check values in their own source, which the trace has to run through."""
+
+
 class OtherAnswer(Exception):
     """A planned forward has found another answer than the one that its trace took for granted."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.what)
+        self.raises = answer.raises
+        """Whether the module's own forward probably raises an error."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +96,13 @@ class Answer:
     value: bool
     what: str
     """The question, in words."""
+    raises: bool = False
+    """Whether the forward raises an error for the other answer."""
 
     def check(self, outputs: Sequence[Any]) -> None:
         """Raise `OtherAnswer` where a step's outputs say otherwise."""
         if bool(outputs[self.output]) is not self.value:
-            raise OtherAnswer(self.what)
+            raise OtherAnswer(self)
 
 
 @dataclass(frozen=True)
@@ -86,12 +110,15 @@ class _Sure:
     tensor: torch.Tensor
     value: bool
     what: str
+    raises: bool = False
 
 
 class Questions:
-    """Questions of a traced forward that have an ordinary answer."""
+    """Questions of a traced forward that have an ordinary answer. `known`: returns whether the value of a
+    tensor is known, so that its real answer is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Callable[[Any], bool]) -> None:
+        self._known = known
         self._sure: dict[int, _Sure] = {}
         self._drawn: dict[int, torch.Tensor] = {}
         self.answered: list[_Sure] = []
@@ -100,6 +127,8 @@ class Questions:
         """Handle a call of the forward. `run`: runs it."""
         name = getattr(func, "__name__", "")
         sure = self._sure.get(id(args[0])) if args else None
+        if name in _READS and sure is None and args and not self._known(args[0]):
+            sure = _checked(name, args[0])
         if name in _READS and sure is not None and not inside_transform():
             self.answered.append(sure)
             return sure.value
@@ -108,6 +137,8 @@ class Questions:
             result, info = run(solver, args, kwargs)
             self.answered.append(_Sure(info.eq(0).all(), True, what))
             return result
+        if name in _KEPT and args and not self._known(args[0]) and not inside_transform():
+            return ReadLater(run(torch.Tensor.clone, (args[0].detach(),), {}), name)
         out = run(func, args, kwargs)
         if isinstance(out, torch.Tensor):
             self._note(name, args, out)
@@ -128,6 +159,61 @@ class Questions:
             self._sure[id(out)] = _Sure(out, _BOTH[name](first.value, other.value), first.what)
         elif first is not None and name in _SAME | _NOT:
             self._sure[id(out)] = _Sure(out, first.value is (name in _SAME), first.what)
+
+
+# -- Checks that raise -----------------------------------------------------------------------------
+
+def _checked(name: str, t: Any) -> _Sure | None:
+    """Return the answer with which the statement that asks for a truth value raises nothing; None where
+    another statement asks, or for a number."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(str(PACKAGE)):
+        frame = frame.f_back
+    if frame is None or not isinstance(t, torch.Tensor) or t.numel() != 1 or t.dtype is not torch.bool:
+        return None
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    value = True if name in _ASSERTS else passes(file, line)
+    return None if value is None else _Sure(t, value, f"the check at {file}:{line} passes", raises=True)
+
+
+def passes(file: str, line: int) -> bool | None:
+    """Return the truth value that each part of a check in a line has to have: of an `if` that only raises an
+    error, or an `assert`. None where there is no check, or its parts have different values."""
+    checks = [(t, v) for t, v in _checks_of(file) if t.lineno <= line <= (t.end_lineno or 0)]
+    if not checks:
+        return None
+    parts = list(_parts(*checks[-1]))
+    computed = [p for p in parts if not isinstance(p[0], (ast.Name, ast.Attribute, ast.Constant))
+                and not (isinstance(p[0], ast.Compare) and isinstance(p[0].ops[0], (ast.Is, ast.IsNot)))]
+    values = {value for _, value in computed or parts}
+    return values.pop() if len(values) == 1 else None
+
+
+@functools.lru_cache(maxsize=64)
+def _checks_of(file: str) -> tuple[tuple[ast.expr, bool], ...]:
+    """Return the conditions of a file's checks that raise, each with the value for which it does not."""
+    try:
+        nodes = list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
+    except (SyntaxError, ValueError):
+        return ()
+    branches = [n for n in nodes if isinstance(n, ast.If) and _raises(n.body) != _raises(n.orelse)]
+    return (*((n.test, True) for n in nodes if isinstance(n, ast.Assert)),
+            *((n.test, not _raises(n.body)) for n in branches))
+
+
+def _raises(body: Sequence[ast.stmt]) -> bool:
+    return bool(body) and isinstance(body[-1], ast.Raise)
+
+
+def _parts(test: ast.expr, value: bool) -> Iterator[tuple[ast.expr, bool]]:
+    """Yield the parts of a condition, with the values that make the whole have one."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _parts(test.operand, not value)
+    elif isinstance(test, ast.BoolOp):
+        for part in test.values:
+            yield from _parts(part, value)
+    else:
+        yield test, value
 
 
 # -- Kinds of arguments ----------------------------------------------------------------------------

@@ -37,13 +37,13 @@ from rkmate.graph.capture.recipe import Recipe
 from rkmate.graph.capture.refusals import (
     OWN_GENERATOR,
     explained,
-    has_generator,
     is_data_dependent,
+    place_in,
     refuse_sparse,
 )
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
 from rkmate.graph.capture.state import MISSING, Assigned, HostDraws, PythonState, filled, members_of
-from rkmate.graph.capture.structure import LOCAL, Structure, piece_name, take_apart
+from rkmate.graph.capture.structure import LOCAL, Structure, piece_name, refuse_numbers_of_trace, take_apart
 from rkmate.graph.capture.values import (
     Values,
     begin,
@@ -79,12 +79,6 @@ from rkmate.torch_seam.trace import (
 from rkmate.torch_seam.versions import is_off
 
 # -- A captured step -------------------------------------------------------------------------------
-#
-# Capture: the joint forward and backward graph of a module, as ATen operations.
-#
-# `torch.export` first (it tells libraries that they are being compiled, so that data-dependent mask checks
-# take the traceable path), then AOTAutograd's joint graph with descriptors. What has to be repaired on the
-# way is in the table of `repairs`.
 
 
 SourceKind = Literal["param", "buffer", "input", "constant", "tangent", "kept", "grad"]
@@ -190,6 +184,8 @@ class _Flat(nn.Module):
         self.found.structure = structure.with_dtensors(
             {k: placed[id(t)] for k, t in enumerate(flat) if id(t) in placed}) if placed else structure
         self.found.assigned = self.before.assigned()
+        refuse_numbers_of_trace([out, *(a.new for a in self.found.assigned),
+                                 *(held for held, _ in members.values()), *self.before.containers()])
         own = ((keys, filled(f"argument {keys[0]!r}", (0, ""), held, old))
                for keys, (held, old) in members.items())
         effects, every = found_effects(
@@ -287,6 +283,7 @@ def resizes(model: nn.Module, name: str) -> str:
 
 def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
     before = start = PythonState(model)
+    before.refuse_iterators(model)
     draws = HostDraws()
     kept: list[Assigned] = []
     try:
@@ -309,9 +306,11 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             result, assigned = _capture(model, args, kwargs)
         # A second trace from where the first has left the attributes: an equal graph means that the
         # forward does not read what it keeps.
-        collected = result.effects.collected
-        effects = _repeated(result, model, args, kwargs, start, assigned) if assigned or collected else \
-            result.effects
+        collected, counted = result.effects.collected, before.counted()
+        effects = _repeated(result, model, args, kwargs, start, assigned) \
+            if assigned or collected or counted else result.effects
+        if effects is None and counted and not assigned and not collected:
+            raise CaptureError(f"{type(model).__name__}: the forward changes {counted}")
         if effects is None:
             names = ", ".join(dict.fromkeys([*(a.path for a in assigned[:5]),
                                              *(c.filled.path for c in collected[:5])]))
@@ -349,6 +348,7 @@ def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: d
     """Return the changes that each forward leaves behind; None where a second one does something else."""
     left = PythonState(model)
     before.restore()
+    left.restore_numbers()
     left.restore_hooks()              # those that the first trace has installed belong to it
     for a in assigned:
         a.repeat()
@@ -548,8 +548,9 @@ def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
             sources[node] = source(role_of(descriptor(node)), descriptor(node))
         elif node.op == "get_attr":
             value = getattr(module, node.target)
-            if not isinstance(value, torch.Tensor) and has_generator(model):
-                raise CaptureError(f"{type(model).__name__} {OWN_GENERATOR}")
+            if isinstance(value, torch.Generator):
+                place = place_in("\n".join(user.stack_trace or "" for user in node.users))
+                raise CaptureError(f"{type(model).__name__} cannot be captured{place}: it {OWN_GENERATOR}")
             if not isinstance(value, torch.Tensor):
                 raise CaptureError(f"{type(model).__name__} uses the higher-order operation "
                                    f"{node.target}, which cannot be planned statically; "

@@ -190,15 +190,35 @@ def repeated(effects: Effects, again: Sequence[Assigned], name: str, *, hooks: b
         if then is not None and isinstance(first.new, PLAIN) and (asked or then.new != first.new):
             step = _step(first.old, first.new)
             if asked or step is None or step != _step(then.old, then.new):
-                raise CaptureError(f"{name}: the forward assigns {first.path}, which is another value in "
-                                   "each call and decides what it does; a captured step would not repeat "
-                                   "that. Keep such state in a buffer (register_buffer), or pass it as an "
-                                   "argument")
+                raise CaptureError(_differs(name, first, asked))
             written = replace(written, step=step)
+        elif then is not None and _values(first.new) != _values(then.new):
+            raise CaptureError(_differs(name, first, asked))
         flag = type(first.old) is type(first.new) is bool and isinstance(first.holder, nn.Module)
         if then is not None or tensors_in(first.new) or (flag and not hooks):
             attributes.append(written)
     return replace(effects, attributes=tuple(attributes))
+
+
+def _differs(name: str, assigned: Assigned, decides: bool) -> str:
+    """Return the message for an attribute that a forward gives another value in each call."""
+    why, instead = (
+        " and decides what it does",
+        "Keep such state in a buffer (register_buffer), or pass it as an argument") if decides else (
+        " (a time, or a number that is computed from the one before)",
+        "Assign it outside of the forward, or keep it in a buffer (register_buffer)")
+    return (f"{name}: the forward assigns {assigned.path}, which is another value in each call{why}; a "
+            f"captured step would not repeat that. {instead}")
+
+
+def _values(value: Any) -> list[Any]:
+    """Return the plain values in containers, and those like them that are equal by value (times, paths)."""
+    return [x if isinstance(x, PLAIN) else hash(x) for x in pytree.tree_leaves(value)
+            if isinstance(x, PLAIN) or type(x).__module__ in _STANDARD]
+
+
+_STANDARD = ("datetime", "decimal", "fractions", "pathlib", "uuid")
+"""Modules of Python's whose objects are values."""
 
 
 def collected_again(effects: Effects, again: Effects) -> Effects | None:

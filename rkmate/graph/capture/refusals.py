@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
+from rkmate.graph.capture.answers import passes
 from rkmate.graph.capture.structure import is_made_of_pieces
 from rkmate.support.warn import PACKAGE, warn
 from rkmate.torch_seam.containers import objects_in
@@ -53,7 +54,8 @@ _FUSED = "FusedMovingAvgObsFakeQuantize"
 
 
 OWN_GENERATOR = ("draws from a torch.Generator of its own, whose state a plan cannot keep: draw from the "
-                 "default generator (torch.manual_seed seeds it)")
+                 "default generator (torch.manual_seed seeds it), or draw outside of the forward and pass "
+                 "the tensor (numbers that are the same in each step: once, into a buffer)")
 """Said of a model, after its name."""
 
 
@@ -119,10 +121,11 @@ def _numpy(model: nn.Module, place: str, text: str) -> str:
 
 
 def _asserted(model: nn.Module, place: str, text: str) -> str:
-    if not re.search(r":\d+: assert\b", place):
+    found = re.match(r" at (.+?):(\d+): ", place)
+    if not found or passes(found[1], int(found[2])) is None:
         return ""
-    return ("An assertion reads a value: ask whether values are finite (assert torch.isfinite(x).all()), "
-            "which a plan checks after its forward, or leave assertions out (python -O).")
+    return ("A check reads a number: compare the tensor itself (assert (x >= 0).all()), which a plan checks "
+            "after its forward, or leave the check out (python -O leaves assertions out).")
 
 
 def _residuals(model: nn.Module, place: str, text: str) -> str:
@@ -164,7 +167,6 @@ _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.defaul
 _HERE = str(PACKAGE) + os.sep
 _WRAPPERS = ("contextlib.py", "typing_extensions.py", "warnings.py")
 """Files of wrappers around a user's code, or around functions of torch that are deprecated."""
-_DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _RECURRENT = str(Path(torch.nn.modules.rnn.__file__))
 
 
@@ -307,10 +309,7 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     reason = text.split("\n")[0] or type(error).__name__
     place = place_of(error, program)
     data_dependent = is_data_dependent(error)
-    if data_dependent and _through(error, _DISTRIBUTIONS):
-        reason = "a distribution with validate_args=True checks its arguments' values, which a trace has not"
-        hint = ": leave that out (what it checks by default is left out of a plan)"
-    elif isinstance(error, TypeError) and "FakeTensor" in text and _through(error, _RECURRENT):
+    if isinstance(error, TypeError) and "FakeTensor" in text and _through(error, _RECURRENT):
         reason = "the lengths of a packed sequence are values of a tensor, and decide its shapes"
         hint = (": pad instead, and read the output at the lengths (gather); rkmate.dtr runs such "
                 "models as they are")
@@ -373,7 +372,12 @@ def place_of(error: Exception, program: nn.Module | None) -> str:
     # Errors of a replayed graph carry the trace of the original run as text.
     reads = [] if not isinstance(program, fx.GraphModule) else [
         n.stack_trace or "" for n in program.graph.nodes if n.target in _READS]
-    lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', "\n".join([*reads, str(error)]))
+    return place_in("\n".join([*reads, str(error)]))
+
+
+def place_in(text: str) -> str:
+    """Return the innermost line of the user's source in the text of a stack."""
+    lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', text)
     mine = [m for m in lines if _users(m[0])]
     if mine:
         return f" at {mine[-1][0]}:{mine[-1][1]}: {mine[-1][2].strip()}"

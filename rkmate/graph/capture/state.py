@@ -3,14 +3,16 @@ random numbers of the host."""
 
 from __future__ import annotations
 
+import dis
 import random
 import sys
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from io import IOBase
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -57,7 +59,7 @@ class Assigned:
                 torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
 
 
-_CONTAINERS = (list, dict, OrderedDict, defaultdict, deque)
+_CONTAINERS = (list, dict, OrderedDict, defaultdict, deque, Counter)
 NUMBERS = (int, float, complex)
 """Types of the numbers that are looked at in lists and dictionaries."""
 _FLAGS = (bool, str)
@@ -207,6 +209,58 @@ def _reached_by(function: Any) -> Iterator[tuple[str, Any]]:
                 if name in function.__globals__)
 
 
+_COUNTS = ("a captured step would not repeat that. Do so outside of the forward and pass the value, or "
+           "compute it from a buffer (register_buffer) that counts")
+_Around = tuple[str, "type | CellType | dict[str, Any]", str, Any]
+"""A number outside of the model's objects: its name in words, what holds it, its key there, and its value."""
+
+
+def _number(holder: type | CellType | dict[str, Any], key: str) -> Any:
+    return holder.cell_contents if isinstance(holder, CellType) else \
+        (vars(holder) if isinstance(holder, type) else holder).get(key)
+
+
+def _numbers_around(forward: FunctionType) -> Iterator[_Around]:
+    """Yield the numbers that a forward assigns to global variables and to those of an enclosing function."""
+    cells = {name: c for name, c in zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
+             if c != CellType()}
+    for opname, name in _stores_of(forward.__code__):
+        if opname == "STORE_GLOBAL" and type(forward.__globals__.get(name)) in NUMBERS:
+            yield f"the global variable {name}", forward.__globals__, name, forward.__globals__[name]
+        elif name in cells and type(value := cells[name].cell_contents) in NUMBERS:
+            yield f"the variable {name} of an enclosing function", cells[name], name, value
+
+
+@lru_cache(maxsize=1024)
+def _stores_of(code: CodeType) -> tuple[tuple[str, str], ...]:
+    return tuple((i.opname, i.argval) for i in dis.get_instructions(code)
+                 if i.opname in ("STORE_GLOBAL", "STORE_DEREF"))
+
+
+def _functions_of(modules: Sequence[nn.Module]) -> tuple[FunctionType, ...]:
+    """Return the forward of modules of one class, the functions in their attributes, and the functions of the
+    user that these call by name: methods, global functions, and those of an enclosing function."""
+    found: dict[int, FunctionType] = {}
+    kind = type(modules[0])
+    todo: list[Any] = [getattr(kind, "forward", None), *(v for m in modules for v in m.__dict__.values())]
+    while todo:
+        function = todo.pop()
+        if not isinstance(function, FunctionType) or id(function) in found or \
+                str(function.__module__).startswith(("None", "torch.", "rkmate.")):
+            continue
+        found[id(function)] = function
+        names = _names_in(function.__code__)
+        todo += [getattr(kind, k, None) for k in names]
+        todo += [function.__globals__.get(k) for k in names]
+        todo += [c.cell_contents for c in function.__closure__ or () if c != CellType()]
+    return tuple(found.values())
+
+
+@lru_cache(maxsize=1024)
+def _names_in(code: CodeType) -> frozenset[str]:
+    return frozenset(code.co_names).union(*(_names_in(k) for k in code.co_consts if isinstance(k, CodeType)))
+
+
 class PythonState:
     """The attributes of every submodule, and of the objects that they hold, and the members of lists and
     dictionaries, at one moment: to compare with and to go back to."""
@@ -228,6 +282,15 @@ class PythonState:
         forwards = [f for kind in dict.fromkeys(map(type, model.modules()))
                     if isinstance(f := getattr(kind, "forward", None), FunctionType)]
         self._functions = [*hooks, *forwards]
+        kinds: dict[type, list[nn.Module]] = {}
+        for m in model.modules():
+            kinds.setdefault(type(m), []).append(m)
+        self._numbers = [n for f in dict.fromkeys(f for same in kinds.values() for f in _functions_of(same))
+                         for n in _numbers_around(f)]
+        self._numbers += [(f"{c.__name__}.{k}", c, k, v)
+                          for c in dict.fromkeys(c for k in kinds for c in k.__mro__)
+                          if not c.__module__.startswith(("torch.", "builtins"))
+                          for k, v in vars(c).items() if type(v) in NUMBERS]
         for h in hooks:
             for name, value in _reached_by(h):
                 self._note(name, (0, ""), value)
@@ -269,7 +332,19 @@ class PythonState:
                     del holder.__dict__[k]
                 elif holder.__dict__.get(k, MISSING) is not attributes[k]:
                     holder.__dict__[k] = attributes[k]
+        self.restore_numbers()
         self.restore_members()
+
+    def restore_numbers(self) -> None:
+        """Put numbers of classes, global ones, and those of enclosing functions back alone."""
+        for _, holder, key, old in self._numbers:
+            if _number(holder, key) != old:
+                if isinstance(holder, CellType):
+                    holder.cell_contents = old
+                elif isinstance(holder, type):
+                    setattr(holder, key, old)
+                else:
+                    holder[key] = old
 
     def restore_members(self) -> None:
         """Put lists and dictionaries back alone, and their members: an export that has failed leaves copies
@@ -283,10 +358,31 @@ class PythonState:
             if not _same_members(held, members):
                 _set(held, members)
 
+    def containers(self) -> list[Any]:
+        """Return the lists and dictionaries whose members are other objects now."""
+        return [held for _, _, held, members in self._containers.values()
+                if not _same_members(held, members)]
+
     def filled(self) -> list[Filled]:
         """Return the lists and dictionaries with other tensors among their members now."""
         return [f for path, place, held, members in self._containers.values()
                 if (f := filled(path, place, held, members)) is not None]
+
+    def refuse_iterators(self, model: nn.Module) -> None:
+        """Raise `CaptureError` where a forward reads an iterator in an attribute of its module, which nobody
+        can set back once a trace has advanced it."""
+        for path, m, attributes, _ in self._modules:
+            for name, value in attributes.items():
+                if isinstance(value, Iterator) and not isinstance(value, IOBase) and any(
+                        name in _names_in(f.__code__) for f in _functions_of([m])):
+                    raise CaptureError(f"{type(model).__name__}: the forward advances the iterator "
+                                       f"{path}{'.' * bool(path)}{name}; {_COUNTS}")
+
+    def counted(self) -> str:
+        """Return the name of a number of a class, a global one, or one of an enclosing function that is
+        another one now, and what to do; empty if there is none."""
+        return next((f"{name}; {_COUNTS}" for name, holder, key, old in self._numbers
+                     if _number(holder, key) != old), "")
 
     def leaked(self) -> str | None:
         """Return the name of something in which a trace has left one of its tensors, to be asked after

@@ -47,6 +47,34 @@ class _Slot:
 _FILL = -1   # memo key under which the tensors travel; no object has a negative id
 
 
+@dataclass(frozen=True, eq=False)
+class ReadLater:
+    """Stands for the Python value of a traced tensor (`item`, `tolist`), which a trace has not: a forward may
+    return it or keep it, and nothing else. A structure that is filled has the value in its place."""
+
+    tensor: Any
+    read: str
+    """The method of the tensor that returns the value."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        found = copy.deepcopy(self.tensor, memo)
+        if _FILL not in memo:
+            return ReadLater(found, self.read)
+        return getattr(found, self.read)() if isinstance(found, torch.Tensor) else found
+
+    def _used(self, *_: object, **__: object) -> Any:
+        raise TypeError("data-dependent: the forward computes with a number that it reads from a tensor")
+
+    __bool__ = __str__ = __repr__ = __format__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _used
+    __hash__ = None  # type: ignore[assignment]
+
+
+def refuse_numbers_of_trace(values: Any) -> None:
+    """Raise `ValueError` where values hold a number that stands for the value of a traced tensor."""
+    if any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in objects_in(values)):
+        raise ValueError("data-dependent: the forward returns or keeps a number that it reads from a tensor")
+
+
 @dataclass(frozen=True)
 class Structure:
     """Puts tensors back into the object that they were taken from."""

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from rkmate import device as devices
 from rkmate.device.random_state import RandomState
 from rkmate.errors import CaptureError
-from rkmate.graph.capture.answers import Answer, Questions
+from rkmate.graph.capture.answers import CHECKING, Answer, Questions
 from rkmate.graph.capture.recipe import (
     Builder,
     Recipe,
@@ -43,7 +43,7 @@ from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.modules import buffers_by_path, buffers_of
 from rkmate.torch_seam.schema import OpOverload, schema_of
 from rkmate.torch_seam.tensors import base_of, is_unwrapped, outside_trace, storage_id, version_of
-from rkmate.torch_seam.trace import values_refused
+from rkmate.torch_seam.trace import seen_inside, values_refused
 
 # -- Calls of which a part is known ----------------------------------------------------------------
 #
@@ -234,7 +234,8 @@ def taken_for_granted(outputs: int) -> tuple[list[torch.Tensor], tuple[Answer, .
     outputs of the step, behind `outputs` others, and the answers."""
     values: Values | None = getattr(_here, "values", None)
     found = [] if values is None else values.questions.answered
-    return [a.tensor for a in found], tuple(Answer(outputs + k, a.value, a.what) for k, a in enumerate(found))
+    return [a.tensor for a in found], tuple(
+        Answer(outputs + k, a.value, a.what, a.raises) for k, a in enumerate(found))
 
 
 @dataclass
@@ -291,7 +292,7 @@ class Values:
         self.numbers: set[str] = set()
         """The buffers that the forward reads numbers from."""
         self._autocast: list[Any] = []
-        self.questions = Questions()
+        self.questions = Questions(lambda t: self._of(t) is not None)
         self.asked = False
         """Whether what a call looks at may decide."""
         self.answered = False
@@ -570,6 +571,9 @@ class _Watching(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
+        if func in CHECKING:
+            with self:
+                return seen_inside(func)(*args, **(kwargs or {}))
         return self._values.questions.call(func, args, kwargs or {}, self._values.call)
 
 

@@ -222,11 +222,13 @@ class OwnBackwardError(CaptureError):
 
 @contextmanager
 def noting_inner_gradients(note: Callable[[], None]) -> Iterator[None]:
-    """Call `note` when a gradient is requested inside the context. A gradient that would be added to
+    """Call `note` when this thread requests a gradient inside the context. A gradient that would be added to
     ``.grad`` raises `OwnBackwardError`."""
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    run, mine = torch.autograd._engine_run_backward, threading.get_ident()  # type: ignore[attr-defined]
 
     def noted(*args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+        if threading.get_ident() != mine:       # another model trains meanwhile
+            return run(*args, accumulate_grad=accumulate_grad, **kwargs)
         if accumulate_grad:
             raise OwnBackwardError("the forward calls backward(), which adds to the .grad of parameters, and "
                                    "a plan cannot repeat that: use torch.autograd.grad instead")
@@ -235,7 +237,8 @@ def noting_inner_gradients(note: Callable[[], None]) -> Iterator[None]:
 
     def noting(enter: Callable[..., Any]) -> Callable[..., Any]:
         def noted_entry(*args: Any) -> Any:
-            note()
+            if threading.get_ident() == mine:
+                note()
             return enter(*args)
         return noted_entry
 

@@ -299,17 +299,19 @@ def checks_by_value_refused(model: nn.Module) -> Iterator[None]:
     """Raise `CaptureError` where an operation checks the values of its result while a module is captured.
 
     The check of a linear solver has no result, so a graph does not show that it was there (torch 2.11 and
-    2.12), or has to keep it in order with other effects (from 2.13 on). The check of a distribution is an
-    assertion (from 2.15 on).
+    2.12), or has to keep it in order with other effects (from 2.13 on). The check of a distribution, and
+    `torch._assert`, are assertions without a result (from 2.15 on).
     """
     def look(func: Any, args: Any, kwargs: Any) -> None:
         if id(func) not in _CHECKS:
             return
         if func is aten._linalg_check_errors.default:
             raise ChecksByValue(f"{type(model).__name__} uses an operation that {CHECKS_BY_VALUE}")
-        # Up to 2.14, the check of a distribution asks for a value, which stops a trace.
-        if any(f.filename.startswith(_DISTRIBUTIONS) for f in traceback.extract_stack()):
-            raise ValueError("data-dependent check of a distribution's arguments")
+        # Up to 2.14, these checks ask for a value, which stops a trace.
+        if any(f.filename.startswith(_DISTRIBUTIONS) or (
+                f.filename == torch.__file__ and f.name == "_assert")
+               for f in traceback.extract_stack()):
+            raise ValueError("data-dependent check of values")
 
     with fake_operations_seen(look):
         yield
