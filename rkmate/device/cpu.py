@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd import profiler
 
 from rkmate.device import events
 from rkmate.device.kept_pages import give_back_free_pages
@@ -22,7 +21,7 @@ from rkmate.errors import ArgumentError
 from rkmate.ir.simulate import Peak
 from rkmate.offload.disk import FolderEngine
 from rkmate.offload.protocol import CopyEngine, StepCopies, ends_by_threads
-from rkmate.torch_seam.memory import uses_onednn
+from rkmate.torch_seam.memory import mark, uses_onednn
 
 T = TypeVar("T")
 
@@ -121,7 +120,7 @@ class EventsMeter(PartsMeter):
 
     @contextmanager
     def part(self, number: int) -> Iterator[None]:
-        with profiler.record_function(f"{_MARK}{number}"):
+        with mark(f"{_MARK}{number}"):
             yield
 
     def levels(self) -> dict[int, tuple[int, int]]:

@@ -8,7 +8,6 @@ does something that no plan knows of: a backward of a backward, several calls an
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import bytes_held
+from rkmate.torch_seam.memory import living
 from rkmate.torch_seam.tensors import after_backward, version_of
 
 T = TypeVar("T")
@@ -58,8 +58,7 @@ class FollowedStep:
         """Parameters of other modules that have no gradients yet."""
         if meter is None:
             return
-        self._others = [p for p in gc.get_objects()
-                        if type(p) is nn.Parameter and p.requires_grad and p.grad is None]
+        self._others = [p for p in living({nn.Parameter}) if p.requires_grad and p.grad is None]
         try:
             self._running = stay_open(meter, self._give_way, self._is_over)
         except MeterError:                      # somebody measures, or profiles

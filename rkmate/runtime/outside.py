@@ -16,14 +16,12 @@ loss). A later step looks for that.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import re
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import compress
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -37,6 +35,7 @@ from rkmate.runtime.segments import Call, saved_by
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.dtensor import dtensor_types, held_part, is_dtensor
+from rkmate.torch_seam.memory import living
 from rkmate.torch_seam.tensors import (
     function_of,
     inside_backward,
@@ -315,8 +314,7 @@ def _found(device: torch.device) -> dict[int, list[torch.Tensor]]:
     """Return the tensors of a device by the number of their storage; without those that have none."""
     found: dict[int, list[torch.Tensor]] = defaultdict(list)
     kinds = {torch.Tensor, nn.Parameter, *dtensor_types()}
-    objects = gc.get_objects()          # often a million
-    for t in compress(objects, map(kinds.__contains__, map(type, objects))):
+    for t in living(kinds):
         if t.device == device and (key := key_of(held_part(t))) is not None:
             found[key].append(t)
     return found

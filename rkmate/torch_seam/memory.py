@@ -6,10 +6,13 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import torch
 from torch.autograd import profiler
@@ -33,6 +36,13 @@ class Allocation(NamedTuple):
     remembers."""
 
 
+def living(kinds: Container[Any]) -> list[Any]:
+    """Return the objects of these types that the garbage collector knows. It refers to the others for as short
+    as possible: a tuple that another thread is building cannot be completed meanwhile (`SystemError`)."""
+    objects = gc.get_objects()          # often a million
+    return list(compress(objects, map(kinds.__contains__, map(type, objects))))
+
+
 def is_profiling() -> bool:
     """Return whether a profiler is running, or warming up: torch ends the process where one that warms up
     goes on after another one has run."""
@@ -44,7 +54,7 @@ def with_schedules() -> list[torch.profiler.profile]:
     """Return the profilers of `torch.profiler` that somebody has: their schedules may start them."""
     if "ProfilerStep" not in profiler.KinetoStepTracker._step_dict:
         return []           # looking through all objects takes long
-    return [found for found in gc.get_objects() if type(found) is torch.profiler.profile]
+    return living({torch.profiler.profile})
 
 
 def allocations(results: Any, kind: str, index: int | None) -> list[Allocation]:
@@ -72,10 +82,24 @@ def allocations(results: Any, kind: str, index: int | None) -> list[Allocation]:
 @contextmanager
 def memory_events() -> Iterator[Any]:
     """Run a profiler that records each allocation and free. Its results (``kineto_results``) can be read
-    afterwards."""
+    afterwards.
+
+    Of operations it records those of torch and `mark`, and not what is exchanged with other ranks: if that is
+    over only when the profiler has stopped, torch writes its end to freed memory."""
     session: Any = profiler.profile(use_cpu=True, profile_memory=True)
-    with _silence(), session:
+    enable = partial(_ENABLE, scopes={torch._C._profiler.RecordScope.FUNCTION})
+    with _silence(), ExitStack() as stack:
+        with mock.patch.object(profiler, "_enable_profiler", enable):
+            stack.enter_context(session)
         yield session
+
+
+_ENABLE: Any = vars(profiler)["_enable_profiler"]
+
+
+def mark(name: str) -> Any:
+    """Return a context that `memory_events` records under a name."""
+    return torch._C._profiler._RecordFunctionFast(name)
 
 
 @contextmanager

@@ -9,14 +9,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.autograd.profiler import record_function
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rkmate import device
-from rkmate.device.events import stay_open
+from rkmate.device.events import profiling, stay_open
 from rkmate.errors import ArgumentError
 from rkmate.ir.simulate import Peak
 from rkmate.measure.step import MeterError, measure_peak, tracking
-from rkmate.torch_seam.memory import is_profiling
+from rkmate.torch_seam.memory import is_profiling, mark
 
 KB = 1024
 
@@ -281,6 +282,14 @@ def test_an_error_passes_and_leaves_nothing_running() -> None:
     with pytest.raises(KeyError, match="mine"):
         measure_peak(fail)
     assert measure_peak(lambda: zeros(1)).peak == KB
+
+
+def test_operations_that_end_after_the_profiler_are_not_recorded() -> None:
+    """Torch would write the end of what is exchanged with other ranks into memory that is free by then."""
+    with profiling() as session, record_function("exchanged"), mark("part"):
+        zeros(10)
+    names = [event.name() for event in session.kineto_results.events()]
+    assert "part" in names and "[memory]" in names and "exchanged" not in names
 
 
 def test_unknown_device() -> None:
