@@ -37,8 +37,8 @@ class Allocation(NamedTuple):
 
 
 def living(kinds: Container[Any]) -> list[Any]:
-    """Return the objects of these types that the garbage collector knows. It refers to the others for as short
-    as possible: a tuple that another thread is building cannot be completed meanwhile (`SystemError`)."""
+    """Return the objects of these types that the garbage collector knows. It refers to the others as briefly
+    as it can: meanwhile no thread can complete a tuple that it is building (`SystemError`)."""
     objects = gc.get_objects()          # often a million
     return list(compress(objects, map(kinds.__contains__, map(type, objects))))
 
