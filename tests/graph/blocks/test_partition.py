@@ -144,6 +144,16 @@ def test_a_function_ends_once_its_gradients_weigh_enough() -> None:
     assert ends(parts) == ["b3", "b0"]
 
 
+def test_a_gradient_waits_for_the_last_read_of_its_parameter() -> None:
+    """An optimizer in the backward may change the parameter as soon as its gradient leaves."""
+    cd = heavy([LEAST] * 8)
+    assert ends(partition(program_of(cd), CutSettings(8, 45))) == [f"b{k}" for k in (*range(7, -1, -1),)]
+    gradient = next(j for j in cd.releases if cd.d[j].name == "w5")
+    later = next(i for i in cd.backward if cd.c[i].name == "b3")
+    assert ends(partition(program_of(cd, reads={later: gradient}), CutSettings(8, 45))) == [
+        "b7", "b6", "b3", "b2", "b1", "b0"]
+
+
 def test_gradients_wait_beside_small_operations() -> None:
     """The product of a large value may hold as many gradients as it has beyond the next ones."""
     cd = heavy([LEAST] * 8)
