@@ -399,9 +399,8 @@ def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...], values: Values | Non
             raise CaptureError(f"{type(flat.model).__name__} has DTensor parameters, and its forward reads "
                                "values of its inputs (.item(), masks), which cannot be planned together")
         return flat
-    *ways, last = ways_to_export(flat.model)
     failed: list[Exception] = []
-    for way in ways:
+    for way in ways_to_export(flat.model):
         try:
             return _export_once(flat, tensors, way, values)
         except MadeByFirstCall:
@@ -409,15 +408,11 @@ def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...], values: Values | Non
         except Exception as error:
             failed.append(error)
             flat.before.restore()           # what it has assigned and registered, before the next way
-    try:
-        return _export_once(flat, tensors, last, values)
-    except MadeByFirstCall:
-        raise
-    except Exception as error:
-        if values is None and flat.found.differentiates and not isinstance(error, CaptureError):
-            return flat
-        # A library's last way may stumble over what its own code does not expect there.
-        raise next((e for e in (error, *failed) if is_data_dependent(e)), error) from None
+    last = failed[-1]
+    if values is None and flat.found.differentiates and not isinstance(last, CaptureError):
+        return flat
+    # A library's last way may stumble over what its own code does not expect there.
+    raise next((e for e in (last, *failed) if is_data_dependent(e)), last) from None
 
 
 def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],

@@ -30,6 +30,7 @@ from rkmate.torch_seam.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
 )
+from rkmate.torch_seam.patches.libraries import names_in
 from rkmate.torch_seam.tensors import FakeTensor
 
 MISSING = object()
@@ -249,16 +250,11 @@ def _functions_of(modules: Sequence[nn.Module]) -> tuple[FunctionType, ...]:
                 str(function.__module__).startswith(("None", "torch.", "rkmate.")):
             continue
         found[id(function)] = function
-        names = _names_in(function.__code__)
+        names = names_in(function.__code__)
         todo += [getattr(kind, k, None) for k in names]
         todo += [function.__globals__.get(k) for k in names]
         todo += [c.cell_contents for c in function.__closure__ or () if c != CellType()]
     return tuple(found.values())
-
-
-@lru_cache(maxsize=1024)
-def _names_in(code: CodeType) -> frozenset[str]:
-    return frozenset(code.co_names).union(*(_names_in(k) for k in code.co_consts if isinstance(k, CodeType)))
 
 
 class PythonState:
@@ -279,12 +275,11 @@ class PythonState:
             self._note_members(path, holder, attributes)
         hooks = [h for m in model.modules()
                  for h in (*forward_hooks_of(m).values(), *forward_pre_hooks_of(m).values())]
-        forwards = [f for kind in dict.fromkeys(map(type, model.modules()))
-                    if isinstance(f := getattr(kind, "forward", None), FunctionType)]
-        self._functions = [*hooks, *forwards]
         kinds: dict[type, list[nn.Module]] = {}
         for m in model.modules():
             kinds.setdefault(type(m), []).append(m)
+        forwards = [f for kind in kinds if isinstance(f := getattr(kind, "forward", None), FunctionType)]
+        self._functions = [*hooks, *forwards]
         self._numbers = [n for f in dict.fromkeys(f for same in kinds.values() for f in _functions_of(same))
                          for n in _numbers_around(f)]
         self._numbers += [(f"{c.__name__}.{k}", c, k, v)
@@ -374,7 +369,7 @@ class PythonState:
         for path, m, attributes, _ in self._modules:
             for name, value in attributes.items():
                 if isinstance(value, Iterator) and not isinstance(value, IOBase) and any(
-                        name in _names_in(f.__code__) for f in _functions_of([m])):
+                        name in names_in(f.__code__) for f in _functions_of([m])):
                     raise CaptureError(f"{type(model).__name__}: the forward advances the iterator "
                                        f"{path}{'.' * bool(path)}{name}; {_COUNTS}")
 

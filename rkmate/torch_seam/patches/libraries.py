@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 from unittest import mock
@@ -107,13 +107,17 @@ def sources_as_in_eager_mode(model: nn.Module) -> AbstractContextManager[None] |
     return _as_not_traced(asking, own) if asking or own else None
 
 
+@lru_cache(maxsize=1024)
+def names_in(code: CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes in a function's code, and in that of functions inside."""
+    return frozenset(code.co_names).union(*(names_in(k) for k in code.co_consts if isinstance(k, CodeType)))
+
+
 def _asks(kind: type) -> bool:
     """Return whether methods of a class ask torch whether they are compiled or exported."""
-    codes = [f.__code__ for f in map(inspect.unwrap, filter(callable, vars(kind).values()))
-             if isinstance(f, FunctionType)]
-    for code in codes:                      # grows by the functions inside of each
-        codes += [c for c in code.co_consts if isinstance(c, CodeType)]
-    return any(not _QUESTIONS.keys().isdisjoint(code.co_names) for code in codes)
+    functions = map(inspect.unwrap, filter(callable, vars(kind).values()))
+    return any(not _QUESTIONS.keys().isdisjoint(names_in(f.__code__))
+               for f in functions if isinstance(f, FunctionType))
 
 
 @contextmanager

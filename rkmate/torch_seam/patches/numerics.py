@@ -266,11 +266,13 @@ def as_eager_computes() -> Iterator[None]:
 
 def integers_without_gradient(program: fx.GraphModule) -> None:
     """Let `randint_like` read a tensor without its gradient, as its Python function does."""
-    for node in program.graph.find_nodes(op="call_function", target=aten.randint_like.default) + \
-            program.graph.find_nodes(op="call_function", target=aten.randint_like.low_dtype):
+    drawn = [n for n in program.graph.nodes
+             if getattr(n.target, "overloadpacket", None) is aten.randint_like]
+    for node in drawn:
         with program.graph.inserting_before(node):
             node.update_arg(0, program.graph.call_function(aten.detach.default, (node.args[0],)))
-    program.recompile()
+    if drawn:
+        program.recompile()
 
 
 def zeros_with_memory(graph: fx.Graph) -> None:
