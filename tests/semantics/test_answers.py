@@ -89,6 +89,19 @@ def _asserted_by_torch(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _checked_by_torch(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    torch._check_tensor_all(x < 1e4, lambda: "large")
+    torch._assert(bool((x.abs() < 1e5).all()), "large")
+    torch._check((x < 1e4).all().item(), lambda: "large")
+    torch._check_with(ValueError, (x < 1e4).all().item(), lambda: "large")      # type: ignore[attr-defined]
+    return x
+
+
+def _asserted_later(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    torch._assert_async((x < 1e4).all())
+    return x
+
+
 def _variance(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return F.gaussian_nll_loss(x, torch.zeros_like(x), 1e4 - x, reduction="none")
 
@@ -97,7 +110,8 @@ def _distributed(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return torch.distributions.Normal(x, 1e4 - x, validate_args=True).rsample()
 
 
-CHECKS = (_raising, _asserting, _else_raising, _asserted_by_torch, _variance, _distributed)
+CHECKS = (_raising, _asserting, _else_raising, _asserted_by_torch, _checked_by_torch, _asserted_later,
+          _variance, _distributed)
 KINDS = (_finite, _not_finite, _neither, _drawn, _inverted, _solved, _factorised, *CHECKS)
 
 
@@ -170,7 +184,7 @@ def test_a_check_raises_what_it_raises(check: Asks) -> None:
                 loss.backward()
                 optimizer.step()
                 found.append(loss.item())
-            except (ValueError, AssertionError) as error:
+            except (ValueError, AssertionError, RuntimeError) as error:
                 found.append(type(error).__name__)
         assert budget is None or rkmate.applied(model).has_plan
         return [*found, *(t.tolist() for t in model.state_dict().values()), torch.rand(1).item()]

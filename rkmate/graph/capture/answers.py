@@ -76,6 +76,8 @@ SOLVERS: dict[Any, tuple[Callable[..., Any], str]] = {
 
 CHECKING = frozenset((F.gaussian_nll_loss,))
 """Functions of torch that check values in their own source, which the trace has to run through."""
+CHECKS = {"_assert": 0, "_check": 0, "_check_index": 0, "_check_value": 0, "_check_with": 1}
+"""Names of torch's functions that raise an error where an argument is false, with the argument's number."""
 
 
 class OtherAnswer(Exception):
@@ -178,7 +180,8 @@ def _checked(name: str, t: Any) -> _Sure | None:
 
 def passes(file: str, line: int) -> bool | None:
     """Return the truth value that each part of a check in a line has to have: of an `if` that only raises an
-    error, or an `assert`. None where there is no check, or its parts have different values."""
+    error, an `assert`, or a call of `torch._check`. None where there is no check, or its parts have
+    different values."""
     checks = [(t, v) for t, v in _checks_of(file) if t.lineno <= line <= (t.end_lineno or 0)]
     if not checks:
         return None
@@ -197,7 +200,10 @@ def _checks_of(file: str) -> tuple[tuple[ast.expr, bool], ...]:
     except (SyntaxError, ValueError):
         return ()
     branches = [n for n in nodes if isinstance(n, ast.If) and _raises(n.body) != _raises(n.orelse)]
+    calls = [(n, CHECKS.get(getattr(n.func, "attr", getattr(n.func, "id", ""))))
+             for n in nodes if isinstance(n, ast.Call)]
     return (*((n.test, True) for n in nodes if isinstance(n, ast.Assert)),
+            *((n.args[at], True) for n, at in calls if at is not None and at < len(n.args)),
             *((n.test, not _raises(n.body)) for n in branches))
 
 

@@ -8,10 +8,8 @@ operations that ask eager autograd when they run.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -289,7 +287,6 @@ _CHECKS = {id(op): op for op in (aten._linalg_check_errors.default, aten._assert
                                 aten._assert_async.msg)}
 """Operators by id: torch computes an operator's hash in Python, and every operation of a trace is looked
 up."""
-_DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 
 
 class ChecksByValue(CaptureError):
@@ -301,19 +298,15 @@ def checks_by_value_refused(model: nn.Module) -> Iterator[None]:
     """Raise `CaptureError` where an operation checks the values of its result while a module is captured.
 
     The check of a linear solver has no result, so a graph does not show that it was there (torch 2.11 and
-    2.12), or has to keep it in order with other effects (from 2.13 on). The check of a distribution, and
-    `torch._assert`, are assertions without a result (from 2.15 on).
+    2.12), or has to keep it in order with other effects (from 2.13 on). `torch._assert_async` is an assertion
+    without a result, as are the check of a distribution and `torch._assert` (from 2.15 on).
     """
     def look(func: Any, args: Any, kwargs: Any) -> None:
         if id(func) not in _CHECKS:
             return
         if func is aten._linalg_check_errors.default:
             raise ChecksByValue(f"{type(model).__name__} uses an operation that {CHECKS_BY_VALUE}")
-        # Up to 2.14, these checks ask for a value, which stops a trace.
-        if any(f.filename.startswith(_DISTRIBUTIONS) or (
-                f.filename == torch.__file__ and f.name == "_assert")
-               for f in traceback.extract_stack()):
-            raise ValueError("data-dependent check of values")
+        raise ValueError("data-dependent check of values")
 
     with fake_operations_seen(look):
         yield
