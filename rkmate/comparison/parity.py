@@ -135,7 +135,8 @@ def check(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] 
     """Train one copy of a model as it is and one copy under a plan, on the same inputs, and compare them.
 
     The two runs take turns, step by step, from the same random state. The model, its train flags and all
-    generators stay as they were. Both copies, their gradients and their optimizers are in memory at once.
+    generators stay as they were. Three copies of the model are in memory at once, two of them with gradients
+    and optimizers: the third one is a second plain run of the first step.
 
     Args:
         model: the module to train.

@@ -67,9 +67,10 @@ class History:
         if not _measuring.acquire(blocking=False):
             raise MeterError("memory is being measured already: measurements cannot be nested, and one "
                              "thread at a time can measure")
-        torch.cuda.init()
-        theirs = memory.is_recording_history()
+        theirs = True
         try:
+            torch.cuda.init()
+            theirs = memory.is_recording_history()
             if not theirs:
                 memory.record_history(True)
             start = f"rkmate start {next(_numbers)}"

@@ -25,7 +25,7 @@ _KEEP = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
 _USUAL = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, LARGEST), (_TRIM_THRESHOLD, 2 * LARGEST))
 """Values of a process that has freed blocks of all sizes, by the manual page `mallopt(3)`."""
 _lock = threading.RLock()
-"""Re-entrant: collecting garbage may release pages inside of another call."""
+"""Re-entrant: a finalizer of the caller may release pages inside of another call."""
 _keeping = 0
 """Number of `KeptPages` that have an effect and are not released."""
 
@@ -95,6 +95,7 @@ def _kept() -> str:
     if threading.current_thread() is not threading.main_thread():
         return "this is not the main thread, whose heap it is about: call it there"
     if not _tell(_KEEP):
+        _tell(_USUAL)
         return "the C library refuses it"
     heap = _heap()
     block = heap.malloc(2 * LARGEST)

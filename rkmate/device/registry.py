@@ -40,8 +40,8 @@ def _make(device: torch.device) -> Device:
     if device.type not in _KINDS:
         raise ArgumentError(f"the device is {device}, and rkmate works on {_kinds()} only: move the model "
                             "and its inputs there")
-    _made[device] = _KINDS[device.type](device)
-    return _made[device]
+    made = _made[device] = _KINDS[device.type](device)
+    return made
 
 
 def _kinds() -> str:

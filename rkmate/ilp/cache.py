@@ -13,7 +13,6 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from rkmate.ilp.grid import OptionSet, evaluate_option, undominated
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ir.cd import CDGraph
 from rkmate.support.cache import keep_newest_once, read_json, write_json
+from rkmate.support.version import source_state
 from rkmate.support.warn import warn
 
 FORMAT = 1
@@ -30,10 +30,6 @@ FORMAT = 1
 
 def fingerprint(graph: CDGraph, settings: OptionSettings) -> str:
     """Hash everything that the options of a block depend on, except names and times."""
-    try:
-        package = version("rkmate")
-    except PackageNotFoundError:   # run from a source tree that was never installed
-        package = "source"
     label = _labels(graph)
     data: list[tuple[int, str]] = [(0, "")] * len(graph.d)
     for j, d in enumerate(graph.d):
@@ -43,7 +39,7 @@ def fingerprint(graph: CDGraph, settings: OptionSettings) -> str:
         return sorted({label[j] for j in ds})
 
     content = [
-        FORMAT, package, sorted(asdict(settings).items()), data,
+        FORMAT, source_state(), sorted(asdict(settings).items()), data,
         [(c.phase, labels(c.inputs), labels(c.outputs), c.overhead, c.random,
           [label[j] for j in c.donors]) for c in graph.c],
         graph.loss, labels(graph.inputs), labels(graph.outputs), labels(graph.output_grads),

@@ -344,7 +344,6 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
     `sharded`: plans its sharded layers; `within`: the planner that it is a sharded layer of.
     """
     refuse_without_shape(model)
-    take_plan_from(model)
     planning = _sharing(planning)
     parts = None
     if planning.settings.parts not in (None, "never"):
@@ -357,6 +356,7 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
             put_plan_into(module, planning, False, on_new_shape, told, plans)
 
         parts = Parts(model, planning, put, take_plan_from)
+    take_plan_from(model)
     call = PlannedCall(model, planning, verify, on_new_shape, refused, plans, parts, sharded, within)
     if within is sharded is None and is_compiled_in_place(model):
         tell_of_compiled([type(model).__name__])
@@ -371,12 +371,13 @@ def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: P
                           on_new_shape: NewShape) -> None:
     """Put a plan into each sharded layer of a model, and into the rest of its forward: they share the
     budget of a step."""
-    take_plan_from(model)
+    refuse_without_shape(model)
     compiled = [name or type(model).__name__ for name, m in model.named_modules()
                 if m in (model, *layers) and is_compiled_in_place(m)]
     if compiled:
         tell_of_compiled(compiled)
     sharded = Sharded(model, layers, _sharing(planning))
+    take_plan_from(model)
     for layer in layers:
         put_plan_into(layer, sharded.planning_of(layer), verify, on_new_shape, within=sharded)
     sharded.watch(sharded.units)
@@ -387,8 +388,9 @@ def put_plans_into_members(model: nn.Module, planning: Planning, verify: bool,
                            on_new_shape: NewShape) -> None:
     """Put a plan into each member of a container, or into its sharded layers: all calls up to an optimizer's
     step share the budget."""
-    take_plan_from(model)
+    refuse_without_shape(model)
     stages = Stages(model, _sharing(planning))
+    take_plan_from(model)
     for module in stages.planned:
         put_plan_into(module, stages.planning_of(module), verify, on_new_shape, within=stages)
     stages.watch(m for m in model.children() if m not in stages.planned)

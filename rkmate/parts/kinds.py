@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from rkmate.planners.several_calls import Item, Moment
 from rkmate.runtime.guards import Guards
 from rkmate.runtime.kept_plans import attributes_in
 from rkmate.support.progress import Progress
+from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.patches.autograd import region_of
@@ -83,8 +83,13 @@ class Kind:
         wanted = [strides.get(k) for k, differentiable in enumerate(capture.differentiable) if differentiable]
         structure, tensors = self.given
         args, kwargs = structure.fill(list(tensors))
-        with contextlib.suppress(RkmateError), gradients_laid_out(wanted):
-            self.part.traced = trace(self.part.model, args, kwargs, settings, Progress(False))
+        try:
+            with gradients_laid_out(wanted):
+                self.part.traced = trace(self.part.model, args, kwargs, settings, Progress(False))
+        except RkmateError as error:
+            warn(f"{type(self.part.model).__name__} gets gradients in other layouts than its outputs, and "
+                 f"cannot be planned for them ({error}): they are copied, and last bits may differ. Make its "
+                 "outputs contiguous (.contiguous()) before the loss")
 
     def results(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: int
                 ) -> list[torch.Tensor | None]:

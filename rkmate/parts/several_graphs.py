@@ -19,11 +19,10 @@ from torch import nn
 
 from rkmate.budget import Budget
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
-from rkmate.measure.analytic import analytic_costs
 from rkmate.parts.moments import room_for
 from rkmate.parts.one_budget import OneBudget, Part, Rest, undisturbed
 from rkmate.pipeline.part_plans import ways_of
-from rkmate.pipeline.prepare import Blocked, reserve_for_loss, trace, with_operation_costs
+from rkmate.pipeline.prepare import Blocked, estimated, reserve_for_loss, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.several_calls import Item, Moment
 from rkmate.runtime.guards import ModuleReader, guards_of
@@ -133,9 +132,7 @@ class SeveralGraphs(OneBudget):
     def _look_at(self, graph: StepGraph, inputs: tuple[Any, ...]) -> None:
         """Look for the schedules that a graph may follow."""
         def limit(blocked: Blocked) -> int:
-            costs = analytic_costs(blocked.partition)
-            counted = with_operation_costs(blocked, [costs[i] for i in range(len(costs))])
-            return max(1, self.planning.budget.of(counted.baseline_peak))
+            return max(1, self.planning.budget.of(estimated(blocked).baseline_peak))
 
         with undisturbed():
             refuse_what_cannot_repeat(graph.graph, inputs, {})

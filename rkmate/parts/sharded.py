@@ -35,7 +35,6 @@ from rkmate.device.protocol import MeterError
 from rkmate.errors import ArgumentError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_call_apart
-from rkmate.measure.analytic import analytic_costs
 from rkmate.parts.moments import room_for
 from rkmate.parts.one_budget import (
     OneBudget,
@@ -52,7 +51,7 @@ from rkmate.parts.one_budget import (
 from rkmate.parts.sharded_rest import GIVEN, Reached, RestOfForward
 from rkmate.parts.sharded_step import KEPT, Exchanges, Follower, Observed, Signature, bounds, tied
 from rkmate.pipeline.part_plans import ways_of
-from rkmate.pipeline.prepare import Blocked, block, trace, with_operation_costs
+from rkmate.pipeline.prepare import Blocked, block, estimated, trace
 from rkmate.pipeline.variants import CHUNKED_LOSS, first, together
 from rkmate.planners.several_calls import Item, Moment, Way
 from rkmate.runtime.agreement import Ranks, ranks_that_share, shows_signs
@@ -373,9 +372,8 @@ class Sharded(OneBudget):
                 return known
 
             def limit(blocked: Blocked) -> int:
-                costs = analytic_costs(blocked.partition)
-                counted = with_operation_costs(blocked, [costs[i] for i in range(len(costs))])
-                return max(1, self.planning.budget.of(self._about() + counted.baseline_peak) // 2)
+                own_peak = estimated(blocked).baseline_peak
+                return max(1, self.planning.budget.of(self._about() + own_peak) // 2)
 
             ways = functools.partial(ways_of, traced, planning.planner, limit, 0.0,
                                      keeps_gradients=self._keeps_gradients)

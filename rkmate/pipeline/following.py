@@ -3,7 +3,6 @@ gives, and plans that an earlier process has left on disk."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -18,7 +17,7 @@ import torch
 
 from rkmate import device as devices
 from rkmate.device.inductor import version as compiler_version
-from rkmate.errors import PlanError, RkmateError, ScheduleError
+from rkmate.errors import PlanError, ScheduleError
 from rkmate.ilp import cache_folder
 from rkmate.ir.plan import BlockInfo, Run, read_step, step_content
 from rkmate.ir.schedule import Schedule
@@ -38,7 +37,8 @@ from rkmate.pipeline.variants import Variant, first, named, possible
 from rkmate.planners.protocol import Candidate, Outcome
 from rkmate.show.plan import Plan
 from rkmate.support.cache import keep_newest, read_json, write_json
-from rkmate.support.warn import PACKAGE, warn
+from rkmate.support.version import source_state
+from rkmate.support.warn import warn
 
 # -- Plans that are given ---------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ def place_of(prepared: Prepared, limit: int | None, planner: str) -> Path | None
         return None
     device = devices.of(prepared.device)
     content = [
-        FORMAT, _version(), str(torch.__version__), compiled_by(settings),
+        FORMAT, source_state(), str(torch.__version__), compiled_by(settings),
         device.key() if device.elsewhere is None else device.elsewhere.name, prepared.blocked.fingerprint,
         prepared.blocked.traced.wanted, prepared.blocked.variant.name,
         [] if limit is None else [prepared.costs[i].row() for i in range(len(prepared.graph.c))],
@@ -205,12 +205,8 @@ def place_of(prepared: Prepared, limit: int | None, planner: str) -> Path | None
     return cache_folder() / "plans" / f"{name}.json"
 
 
-@functools.cache
-def _version() -> tuple[int, int]:
-    """Return the number of the package's source files, and when the newest of them was changed: planners
-    differ between versions, and in a source tree from one edit to the next."""
-    files = [f.stat().st_mtime_ns for f in PACKAGE.rglob("*.py")]
-    return len(files), max(files)
+_BROKEN = ValueError, KeyError, TypeError, IndexError, ScheduleError
+"""Errors of an entry that is broken, or was edited: it will be replaced."""
 
 
 def recall(place: Path, prepared: Prepared, limit: int, planner: str,
@@ -223,8 +219,11 @@ def recall(place: Path, prepared: Prepared, limit: int, planner: str,
     start, traced = time.perf_counter(), prepared.blocked.traced
     try:
         variant, schedule = named(entry["variant"]), Schedule(tuple(map(read_step, entry["steps"])))
-        here = prepared if variant == prepared.blocked.variant else prepare(
-            traced, blocked=blocks.get(variant) or block(traced, variant), limit=lambda blocked: limit)
+    except _BROKEN:
+        return None
+    here = prepared if variant == prepared.blocked.variant else prepare(
+        traced, blocked=blocks.get(variant) or block(traced, variant), limit=lambda blocked: limit)
+    try:
         if here.blocked.fingerprint != entry["fingerprint"]:
             return None
         peak, result = here.peak(schedule, here.settings.calls), here.simulate(schedule)
@@ -237,8 +236,8 @@ def recall(place: Path, prepared: Prepared, limit: int, planner: str,
                        **{field: entry[field] for field in _FIELDS})
         orders = tuple(tuple(tuple(map(int, order)) for order in options) for options in entry["orders"])
         why, instead = map(str, entry["reason"])
-    except (ValueError, KeyError, TypeError, IndexError, RkmateError):
-        return None         # broken, or edited: it will be replaced
+    except _BROKEN:
+        return None
     plan = replace(plan, stage_seconds={**plan.stage_seconds, "found on disk": time.perf_counter() - start})
     return Planned(plan, here, orders, str(entry["said"])), (why, instead)
 
@@ -270,8 +269,8 @@ def recall_named(place: Path, refused: Sequence[Refused]) -> Refused | None:
         if peak > found.limit:              # operations that take more than the limit may not be measured
             peak = max(peak, named)
         return replace(found, least=Candidate(schedule, peak, seconds, str(entry["note"])), measured=True)
-    except (StopIteration, ValueError, KeyError, TypeError, IndexError, RkmateError):
-        return None         # broken, edited, or of a variant that is not there: it will be replaced
+    except (StopIteration, *_BROKEN):       # or of a variant that is not there
+        return None
 
 
 def remember_named(place: Path, refused: Refused) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import math
-import platform
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +29,7 @@ from rkmate.graph.capture.capture import Capture, Source
 from rkmate.graph.capture.refusals import refuse_gradients_in_place
 from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
 from rkmate.graph.passes.cluster import Cluster
+from rkmate.graph.passes.once import unrepeatable
 from rkmate.graph.passes.table import simplify
 from rkmate.graph.sizes.again import capture, once_of
 from rkmate.ilp import cache_folder
@@ -51,13 +49,13 @@ from rkmate.measure.temporaries import with_memory_of_groups
 from rkmate.offload.target import link_of
 from rkmate.pipeline.elsewhere import as_there
 from rkmate.pipeline.loss import ModelAndLoss, traceable, trained_outputs, trains_of
+from rkmate.pipeline.origin import origin_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first, settings_that_keep
 from rkmate.planners.overlap import exposed, overlapped
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
-from rkmate.torch_seam.dtensor import placements_of
 from rkmate.torch_seam.modules import buffers_by_path, parameters_by_path, submodules_of
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.patches.autograd import region_of
@@ -203,9 +201,11 @@ class Prepared:
     @property
     def beside(self) -> int:
         """Bytes in memory during the planned step that are not part of it: values of inputs that are computed
-        before the step, what is kept to undo a forward, and what the caller holds."""
+        before the step, what is kept to undo a forward or to run it again, and what the caller holds."""
         recipe, undone = self.capture.recipe, self.capture.effects.answers
         kept = sum(n.meta[VALUE].nbytes for _, n in self.capture.mutations) if undone else 0
+        if sum(self.capture.differentiable) > 1:
+            kept += sum(n.meta[VALUE].nbytes for n in unrepeatable(self.partition.program.joint))
         return kept + (0 if recipe is None else recipe.bytes) + self.blocked.traced.outside
 
     @functools.cached_property
@@ -402,6 +402,12 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
 
 
 @planning_lock
+def estimated(blocked: Blocked) -> Prepared:
+    """Return a graph with costs that are estimated, whatever the settings say: nothing is measured."""
+    costs = analytic_costs(blocked.partition)
+    return with_operation_costs(blocked, [costs[i] for i in range(len(costs))])
+
+
 def measured_costs(blocked: Blocked, memory: CostMemory, settings: MeasureSettings,
                    limit: Callable[[Blocked], int] | None) -> Costs:
     """Compile what is to be compiled, and measure each operation that `memory` does not know. `limit`: the
@@ -501,55 +507,6 @@ def _fingerprint(parts: Partition, texts: Sequence[str], wishes: Wishes) -> str:
     if wishes:
         digest.update(repr((sorted(wishes.once), sorted(wishes.forgotten))).encode())
     return digest.hexdigest()
-
-
-# -- Where a plan comes from -----------------------------------------------------------------------
-#
-# What a plan is made for, as a report names it: model, sample inputs, device and versions.
-
-
-def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Origin:
-    """Return the origin of a plan for a model on sample inputs."""
-    parameters = list(model.parameters())
-    tensors, structure = take_apart(_by_name(model, args, kwargs), result=False)
-    device = devices.common((*parameters, *tensors))
-    where = device.torch_device if device.elsewhere is None else device.elsewhere.name
-    # A tensor stands under several names: by field, by index, by index from the end.
-    singles = [(name, min(under)) for name, under in structure.names().items() if len(under) == 1]
-    names = {i: name for name, i in reversed(singles)}
-    return Origin(type(model).__name__, sum(p.numel() for p in parameters),
-                  sum(p.numel() for p in parameters if p.requires_grad),
-                  tuple((names.get(i, f"tensor {i}"), shape_of(t)) for i, t in enumerate(tensors)),
-                  str(where), (("rkmate", own_version()), ("torch", str(torch.__version__)),
-                   ("python", platform.python_version())), tuple(placements_of(model).items()))
-
-
-def shape_of(tensor: torch.Tensor) -> str:
-    """Return a tensor's type and shape as text: ``float32[8, 128]``."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def own_version() -> str:
-    """Return the version of this package."""
-    try:
-        return version("rkmate")
-    except PackageNotFoundError:        # run from a source tree that was never installed
-        return "source"
-
-
-def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments by the names in the forward's signature; by number if some decorator has hidden the
-    signature."""
-    try:
-        signature = inspect.signature(model.forward)
-        bound = signature.bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        return {**{str(k): a for k, a in enumerate(args)}, **kwargs}
-    named: dict[str, Any] = {}
-    for name, value in bound.items():
-        keywords = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-        named |= value if keywords else {name: value}
-    return named
 
 
 # -- Groups to compile -----------------------------------------------------------------------------

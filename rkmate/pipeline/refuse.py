@@ -26,7 +26,7 @@ from rkmate.measure.analytic import (
     with_likely_temporaries,
     without_temporaries,
 )
-from rkmate.pipeline.prepare import AsCheckpointed, Blocked, Prepared, block, with_operation_costs
+from rkmate.pipeline.prepare import AsCheckpointed, Blocked, Prepared, block, estimated, with_operation_costs
 from rkmate.pipeline.solve import Solved, lean_problem, solve
 from rkmate.pipeline.variants import CHANNELS_LAST, Variant, others
 from rkmate.planners.finish import finish
@@ -134,9 +134,7 @@ def room_within(budget: Budget) -> Callable[[Blocked], int]:
     def room(blocked: Blocked) -> int:
         if budget.bytes is not None:
             return budget.bytes
-        costs = analytic_costs(blocked.partition)
-        counted = limit_of(with_operation_costs(blocked, [costs[i] for i in range(len(costs))]), budget)
-        return max(counted, least_bytes(blocked.partition))
+        return max(limit_of(estimated(blocked), budget), least_bytes(blocked.partition))
     return room
 
 

@@ -17,12 +17,12 @@ from rkmate.ilp import OptionSet, solve_options
 from rkmate.ilp.grid import evaluate_option, lean_options
 from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.chain import Backward, Block, Chain, Forward, Op, Option
-from rkmate.ir.chain import Option as BlockOption
 from rkmate.ir.plan import BlockInfo, Run
 from rkmate.ir.schedule import Compute, CopyIn, Free, Leave, Schedule, Start, from_order
 from rkmate.ir.simulate import simulate
 from rkmate.ir.summary import Captured, CapturedKind, Computation, GraphSummary, Storage
-from rkmate.pipeline.prepare import Prepared, cut_children, shape_of
+from rkmate.pipeline.origin import shape_of
+from rkmate.pipeline.prepare import Prepared, cut_children
 from rkmate.planners.protocol import Problem
 from rkmate.planners.protocol import Stages as StageChain
 from rkmate.torch_seam.nodes import VALUE, is_backward
@@ -51,7 +51,7 @@ class Solved:
                      zip(self.prepared.infos, self.problem.chain.blocks, strict=True))
 
     @property
-    def options(self) -> list[Sequence[BlockOption]]:
+    def options(self) -> list[Sequence[Option]]:
         """Of each block."""
         return [block.options for block in self.problem.chain.blocks]
 

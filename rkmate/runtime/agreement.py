@@ -33,10 +33,11 @@ from torch import nn
 from rkmate.errors import RankError, RkmateError, sendable
 from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.analytic import Costs
-from rkmate.pipeline.prepare import Blocked, Traced, block, cost_memory, measured_costs, own_version
+from rkmate.pipeline.prepare import Blocked, Traced, block, cost_memory, measured_costs
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import named
 from rkmate.show.plan import Plan
+from rkmate.support.version import own_version
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.trace import meeting_place, process_group, several_ranks
 
@@ -106,7 +107,10 @@ def _tensor(tensor: torch.Tensor) -> str:
 
 
 def _plain(value: Any) -> str:
-    return _ADDRESS.sub("", value if isinstance(value, str) else repr(value))
+    try:
+        return _ADDRESS.sub("", value if isinstance(value, str) else repr(value))
+    except Exception:               # a user's code
+        return type(value).__name__
 
 
 # -- Signs of a rank that plans --------------------------------------------------------------------
@@ -238,8 +242,7 @@ class Ranks:
             texts = self._exchanged("")
         self._refuse_failures(["" if text.startswith("[") else text for text in texts])
         rows = [list(map(read_cost, json.loads(text))) for text in texts if text]
-        return {i: functools.reduce(_larger, (row[i] for row in rows if len(row) == len(mine)), cost)
-                for i, cost in mine.items()}
+        return {i: functools.reduce(_larger, (row[i] for row in rows), cost) for i, cost in mine.items()}
 
     def measure_too(self, said: str, traced: Traced, limit: Callable[[Blocked], int]) -> None:
         """Measure the graph that the first rank measures, and tell it the costs. `said`: its words about the

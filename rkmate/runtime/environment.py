@@ -21,7 +21,7 @@ from rkmate import device as devices
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import ArgumentError, BackwardError
 from rkmate.graph.capture.refusals import IN_PLACE, RETURNED, obstacle
-from rkmate.offload.protocol import CopyEngine
+from rkmate.offload.protocol import StepCopies
 from rkmate.torch_seam.tensors import add_to_all, copy_all, storage_id, version_of, will_accumulate
 
 # -- Gradients that a backward adds by itself ------------------------------------------------------
@@ -118,45 +118,6 @@ def _is_half_added(grad: torch.Tensor | None) -> bool:
     return False
 
 
-# -- Data that is away -----------------------------------------------------------------------------
-#
-# What one call has copied away: opened with its forward, closed at the end of its backward, or where the
-# call is forgotten.
-
-
-class Away:
-    """The copies of one call. Raises `OffloadError` if the target fails, as its engine does. The engine
-    closes the copies of a forward whose backward never comes."""
-
-    __slots__ = ("_step", "buffer_bytes")
-
-    def __init__(self, engine: CopyEngine, *, verify: bool = False) -> None:
-        """`verify`: whether data that comes back must have its original checksum."""
-        self.buffer_bytes = engine.buffer_bytes
-        """Bytes of the device that the buffers take."""
-        self._step = engine.open(verify=verify)
-
-    def out(self, key: str, value: torch.Tensor) -> None:
-        """Begin to copy a value away."""
-        self._step.out(key, value)
-
-    def leave(self, key: str) -> None:
-        """Wait for the end of that; its memory is then free, where nobody else refers to the value."""
-        self._step.leave(key)
-
-    def back(self, key: str) -> torch.Tensor:
-        """Make room for a value, and begin to copy it back."""
-        return self._step.back(key)
-
-    def arrive(self, key: str) -> None:
-        """Wait for the end of that."""
-        self._step.arrive(key)
-
-    def close(self) -> None:
-        """Give up what is under way, and free everything."""
-        self._step.close()
-
-
 # -- The environment of a step ---------------------------------------------------------------------
 #
 # What generated source runs on: the environment of one call.
@@ -173,21 +134,23 @@ class Environment:
     Consumed by one backward; the forward of another call has an environment of its own.
     """
 
-    __slots__ = ("_away", "_rng", "_sources", "_values", "_versions", "_watched", "device", "dry",
-                 "unrecorded")
+    __slots__ = ("_away", "_buffer_bytes", "_rng", "_sources", "_values", "_versions", "_watched", "device",
+                 "dry", "unrecorded")
 
     def __init__(self, sources: Mapping[str, torch.Tensor], versions: Mapping[str, int],
-                 device: torch.device, *, dry: bool = False, away: Away | None = None) -> None:
+                 device: torch.device, *, dry: bool = False, away: StepCopies | None = None,
+                 buffer_bytes: int = 0) -> None:
         """`sources`: the caller's tensors, by key. `versions`: their versions at the forward, except those of
         tensors without versions (inference tensors) and of tensors that may change before the backward
         because it does not depend on their values. `dry`: write nothing back. `away`: copies values away, if
-        the step does that."""
+        the step does that; closed at the end of the backward, or where the call is forgotten. `buffer_bytes`:
+        bytes of the device that its buffers take."""
         self._values: dict[str, torch.Tensor] = {}
         self._sources = sources
         self._rng: dict[str, tuple[RandomState, RandomState]] = {}
         self._versions = versions
         self._watched: dict[str, int] = {}
-        self._away = away
+        self._away, self._buffer_bytes = away, buffer_bytes
         self.device = device
         self.dry = dry
         self.unrecorded = False
@@ -235,7 +198,7 @@ class Environment:
         """Wait for the end of that."""
         self._copies().arrive(name)
 
-    def _copies(self) -> Away:
+    def _copies(self) -> StepCopies:
         assert self._away is not None, "nothing copies values away"
         return self._away
 
@@ -339,7 +302,7 @@ class Environment:
         copies."""
         theirs = {t.untyped_storage().data_ptr() for t in self._sources.values()}
         found = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self._values.values())}
-        buffers = 0 if self._away is None else self._away.buffer_bytes
+        buffers = 0 if self._away is None else self._buffer_bytes
         return buffers + sum(size for where, size in found.items() if where not in theirs)
 
     def values(self) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from rkmate.codegen.emit import Generated
 from rkmate.device.random_state import RandomState
@@ -27,13 +27,13 @@ from rkmate.graph.capture.answers import OtherAnswer
 from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.structure import owner_name, piece_of
 from rkmate.graph.passes.joint import Joint
+from rkmate.graph.passes.once import unrepeatable
 from rkmate.offload.protocol import CopyEngine
 from rkmate.runtime.adapters import around_step
 from rkmate.runtime.deferred import DeferredOutputs
 from rkmate.runtime.double_backward import Again, Original
 from rkmate.runtime.environment import (
     Additions,
-    Away,
     Environment,
     Held,
     RerunState,
@@ -221,18 +221,6 @@ def _outputs(capture: Capture, program: Program) -> Outputs:
         tuple([program.cd.d[j].name for j in program.pinned]))
 
 
-def _unrepeatable(joint: Joint) -> list[str]:
-    """The tensors that a second run of the forward would find changed, by source key.
-
-    What the forward overwrites, and reads other than as batch-norm statistics, was copied. A second run may
-    find another value where it leads to new values of such things only (a counter).
-    """
-    results = {n for n in joint.outputs if n is not None} | {n for _, n in joint.grads} | joint.additions()
-    written = joint.written()
-    return [source_key(s) for n, s in joint.sources.items() if s in written and any(
-        u.target is torch.ops.aten.clone.default and _leads_to(u, results) for u in n.users)]
-
-
 Gradients = dict[str, torch.Tensor]
 """Gradients by source key."""
 Redo = Callable[[RerunState, Mapping[int, torch.Tensor]], Gradients]
@@ -276,7 +264,7 @@ class PlannedStep:
                                          [names[name] for name in generated.deferred], device)
         self._additions = list(dict.fromkeys(p for s in generated.segments for p in s.added))
         self._last = self.targets.last
-        self._unrepeatable = _unrepeatable(program.joint)
+        self._unrepeatable = [source_key(program.joint.sources[n]) for n in unrepeatable(program.joint)]
         self.loss_varies = False
         """Whether a loss of such a call has depended on other outputs than its plan was made for, or several
         backwards have come through one call."""
@@ -308,7 +296,7 @@ class PlannedStep:
         additions = Additions(sources, self._additions) if self._additions else None
         versions = caller.versions(sources)
         state = generator_state(self.device) if self._draws else None
-        env = Environment(sources, {}, self.device, away=self._opened(verify))
+        env = self._environment(sources, {}, verify=verify)
         env.unrecorded = self.generated.below_autograd and all_ordinary(sources.values())
         answers = self.capture.effects.answers
         before = [(t := sources[k], t.detach().clone()) for k in caller.overwritten] if answers else []
@@ -442,7 +430,7 @@ class PlannedStep:
                                type(self._model).__name__)
         if kept is not None and kept.copies is not None:
             return kept.copies
-        env = Environment(state.sources, state.versions, self.device, dry=True, away=self._opened())
+        env = self._environment(state.sources, state.versions, dry=True)
         self._forward_again(env, state)
         if kept is not None:
             env.take_over(kept)
@@ -470,14 +458,19 @@ class PlannedStep:
         `given`: by output number, the gradients of exactly the outputs that this plan takes. The
         dictionary is emptied.
         """
-        env = Environment(state.sources, state.versions, self.device, dry=True, away=self._opened())
+        env = self._environment(state.sources, state.versions, dry=True)
         with torch.no_grad(), without_autocast(self.device), _cleared(env):
             self._forward_again(env, state)
             return self.run_backward(env, given)
 
-    def _opened(self, verify: bool = False) -> Away | None:
-        """Return the copies away of one call; None if the step sends nothing."""
-        return Away(self._engine, verify=verify) if self._engine is not None else None
+    def _environment(self, sources: Mapping[str, torch.Tensor], versions: Mapping[str, int], *,
+                     dry: bool = False, verify: bool = False) -> Environment:
+        """Return the environment of one call, with the copies away of a step that sends data."""
+        engine = self._engine
+        if engine is None:
+            return Environment(sources, versions, self.device, dry=dry)
+        return Environment(sources, versions, self.device, dry=dry, away=engine.open(verify=verify),
+                           buffer_bytes=engine.buffer_bytes)
 
     def _as_traced(self, i: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of output `i` in the layout that the traced backward expects."""
@@ -514,19 +507,6 @@ def _undone(env: Environment, draws: RandomState | None,
             for t, value in before:
                 t.data.copy_(value)
         raise
-
-
-def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:
-    """Return whether one of the results depends on a value."""
-    seen, todo = {node}, [node]
-    while todo:
-        n = todo.pop()
-        if n in results:
-            return True
-        new = [u for u in n.users if u not in seen]
-        seen.update(new)
-        todo += new
-    return False
 
 
 def slot(model: nn.Module, name: str, kind: str) -> TensorSlot:

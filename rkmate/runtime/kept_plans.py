@@ -88,7 +88,7 @@ class Executable:
     looks: int = 0
     """Calls that were looked at for what the caller holds during their backwards."""
     ran: bool = False
-    """Whether a step has run as it is, before it is recorded: libraries set themselves up in it."""
+    """Whether a forward has run as it is, before steps are recorded: libraries set themselves up in it."""
 
 
 def handed_on(traced: Traced, inputs: tuple[Any, ...], others: Sequence[Specialization]

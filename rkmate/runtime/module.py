@@ -44,16 +44,6 @@ from rkmate.torch_seam.trace import inside_fake_mode, inside_transform
 # The first training step, measured against its prediction where the device keeps statistics.
 
 
-def statistics_of(device: torch.device) -> Statistics | None:
-    """Return the device's statistics; None for a device that keeps none (the CPU)."""
-    return devices.of(device).statistics
-
-
-def before_first_step(device: torch.device) -> None:
-    """Let libraries take the memory that they keep, before the step that is measured."""
-    devices.of(device).warm_up()
-
-
 class FirstStep:
     """Watches one training step, from its forward to the end of its backward.
 
@@ -262,6 +252,7 @@ class PlannedModule(StandIn):
             result = run_around(step.around, call, lambda c: step(
                 c.inputs, redo, first.finish if first is not None else None, open_call,
                 self._plans.reads.call(), original, verify))
+            latest.ran = True
             self._plans.look_outside(calls[0], found, latest)
             if found.sums:
                 sums, found.sums = found.sums, frozenset()
@@ -305,11 +296,12 @@ class PlannedModule(StandIn):
         """Return a measurement of a plan's first step, if it is wanted and the device can measure it."""
         if is_sharded(self) or is_sharded(self._original):
             self._tell_of_gathered(ready.plan)
-        statistics = statistics_of(ready.compiled.device) if self._verify else None
+        device = devices.of(ready.compiled.device)
+        statistics = device.statistics if self._verify else None
         if statistics is None or ready.measured:
             return None
         ready.measured = True
-        before_first_step(ready.compiled.device)
+        device.warm_up()            # libraries take the memory that they keep
         return FirstStep(statistics, ready.plan.peak_bytes, ready.plan.budget_bytes,
                          self._original.parameters())
 

@@ -101,7 +101,6 @@ class PlanCache:
         """Return the recording to replay for a call; None where its step runs as it is: the first one of a
         plan."""
         if not self.planning.cuda_graph or not ready.ran:
-            ready.ran = True
             return None
         if ready.recorded is None or not ready.recorded.fits(tensors):
             ready.recorded = None           # its memory goes before there is another

@@ -181,7 +181,7 @@ class Call:
         self.next = -1
         self.env.clear()
         self.waiting.clear()
-        self.ready = self.rerun = self.kept = None
+        self.ready = self.rerun = self.kept = self.again_with_graph = None
 
     def begin_with_graph(self, given: Mapping[int, torch.Tensor]) -> None:
         """Begin a backward with ``create_graph=True``, by the original's forward: the planned step stays as

@@ -125,22 +125,22 @@ class _Place:
 @contextmanager
 def local_parameters(model: nn.Module) -> Iterator[None]:
     """Let a model hold the local parts of its DTensor parameters inside of the context."""
-    places: list[tuple[_Place, Any]] = []
+    found: dict[tuple[int, str], tuple[_Place, Any]] = {}       # a module may have several names
     names: set[str] = set()
     parts: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         registry: Any = parameters_of(module)
         for name, parameter in list(registry.items()):
             if is_dtensor(parameter):
-                parts[id(parameter)] = nn.Parameter(local_part(parameter).detach(), parameter.requires_grad)
-                places.append((_Place(registry, name, placed(parameter)), parameter))
+                parts.setdefault(id(parameter), nn.Parameter(
+                    local_part(parameter).detach(), parameter.requires_grad))
+                found[id(registry), name] = _Place(registry, name, placed(parameter)), parameter
                 names.add(f"{path}.{name}" if path else name)
-            elif any(parameter is part for part in parts.values()):
-                names.add(f"{path}.{name}" if path else name)       # a module under another name
-        for place, parameter in places:
-            place.registry[place.name] = parts[id(parameter)]
+    places = list(found.values())
     _here.places, _here.names = [place for place, _ in places], frozenset(names)
     try:
+        for place, parameter in places:
+            place.registry[place.name] = parts[id(parameter)]
         yield
     finally:
         _here.places, _here.names = [], frozenset()

@@ -9,15 +9,14 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from rkmate.device.protocol import MemoryState
+from rkmate.device.protocol import MemoryState, PartsMeter, Statistics
 from rkmate.device.registry import standing_in
-from rkmate.device.statistics import StatisticsMeter, measured
 from rkmate.devices import HOST
 from rkmate.ir.allocator import CachingAllocator
 from rkmate.ir.simulate import Peak
@@ -26,6 +25,51 @@ from rkmate.offload.protocol import StepCopies, ends_by_threads
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.storages import Form
 from rkmate.torch_seam.tensors import TorchDispatchMode, storage_id
+
+T = TypeVar("T")
+
+
+class OwnStatistics(Statistics, Protocol):
+    """Statistics of an allocator whose peak does not belong to the user."""
+
+    def reset_peak(self) -> None:
+        """Start to look for a new peak."""
+
+
+def measured(statistics: OwnStatistics, run: Callable[[], Peak[T]]) -> Peak[T]:
+    """Return the result of `run`, with the peak and the net that the allocator counts. The device must be
+    idle before and after it. Resets the allocator's peak."""
+    before = statistics.allocated()
+    statistics.reset_peak()
+    found = run()
+    return replace(found, peak=statistics.peak() - before, net=statistics.allocated() - before)
+
+
+class StatisticsMeter(PartsMeter):
+    """The peak of each of several parts of one run. Resets the allocator's peak."""
+
+    of_one_thread = False
+
+    def __init__(self, statistics: OwnStatistics,
+                 running: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        """`running`: a context that is entered around the whole run."""
+        self._statistics = statistics
+        self._levels: dict[int, tuple[int, int]] = {}
+        self._start = statistics.allocated()
+        self._running = running
+
+    def running(self) -> AbstractContextManager[object]:
+        return self._running()
+
+    @contextmanager
+    def part(self, number: int) -> Iterator[None]:
+        before = self._statistics.allocated()
+        self._statistics.reset_peak()
+        yield
+        self._levels[number] = before - self._start, self._statistics.peak() - self._start
+
+    def levels(self) -> dict[int, tuple[int, int]]:
+        return self._levels
 
 
 class FakeEngine:
@@ -85,7 +129,6 @@ class FakeCopies(CallCopies[_Stored]):
         self._calls.discard(self)
 
 
-T = TypeVar("T")
 
 
 class Ledger:

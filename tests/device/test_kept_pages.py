@@ -75,7 +75,7 @@ def test_the_heap_is_told_once_and_told_back_at_the_last_release(monkeypatch: py
 
 
 @pytest.mark.parametrize(("how", "reason", "told"), [
-    ({"accepts": False}, "the C library refuses it", KEEP[:1]),
+    ({"accepts": False}, "the C library refuses it", KEEP[:1] + USUAL[:1]),
     ({"in_heap": False}, "memory comes from another allocator", KEEP + USUAL)])
 def test_a_heap_that_does_not_do_as_it_is_told(how: dict[str, bool], reason: str, told: list[tuple[int, int]],
                                                monkeypatch: pytest.MonkeyPatch) -> None:

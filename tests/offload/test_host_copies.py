@@ -19,7 +19,6 @@ from rkmate.errors import OffloadError
 from rkmate.offload import cuda as cuda_copies
 from rkmate.offload.copies import Extent
 from rkmate.offload.cuda import HostEngine, PinnedPool, pool_of
-from rkmate.runtime.environment import Away
 from tests.offload.test_copy_engine import same, some
 
 CPU = torch.device("cpu")
@@ -159,7 +158,7 @@ def test_a_forked_child_asks_nothing_of_the_gpu(pool: Any, monkeypatch: pytest.M
 
 def test_nothing_is_asked_of_the_gpu_when_the_interpreter_ends(pool: Any, monkeypatch: pytest.MonkeyPatch
                                                                ) -> None:
-    away = Away(HostEngine(CPU))
+    away = HostEngine(CPU).open()
     away.out("a", some(1000))
     asked = len(pool.out.events), len(pool.back.events)
     with monkeypatch.context() as patch:
@@ -171,7 +170,7 @@ def test_nothing_is_asked_of_the_gpu_when_the_interpreter_ends(pool: Any, monkey
 
 
 def test_a_call_that_is_collected_is_closed(pool: Any) -> None:
-    away = Away(HostEngine(CPU))
+    away = HostEngine(CPU).open()
     away.out("a", some(1000))
     del away
     gc.collect()

@@ -828,6 +828,7 @@ def test_named_parts_and_never() -> None:
     assert planned_parts(model) == ["layers.1", "layers.2"]
     with pytest.raises(rkmate.ArgumentError, match="no such submodule"):
         applied(model, 0.8, parts="blocks.*")
+    assert planned_parts(model) == ["layers.1", "layers.2"]     # the error takes nothing away
     with pytest.raises(rkmate.ArgumentError, match="names of submodules or patterns"):
         rkmate.Settings(parts=3)  # type: ignore[arg-type]
     dropping = applied(Stack([Layer()], drop=0.3), 0.8, parts="never")

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import rkmate
+from rkmate.measure.step import measure_peak
 from tests.semantics.steps import Heads, Tower, assert_same_gradients, planned, tightest
 
 Pair = namedtuple("Pair", "left right")
@@ -317,6 +318,34 @@ def test_what_a_forward_overwrites_is_kept_until_the_loss_is_known() -> None:
     for name in ("left", "right"):                      # each with what it has overwritten
         with pytest.warns(rkmate.RkmateWarning, match="a second time"):
             step(name)
+
+
+@pytest.mark.filterwarnings("ignore::rkmate.RkmateWarning")
+def test_what_is_kept_of_overwritten_values_is_in_the_budget() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+            self.register_buffer("mean", torch.zeros(512, 64))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = x - self.mean
+            self.mean.lerp_(x, 0.1)
+            for layer in self.layers:
+                y = y + torch.tanh(layer(y))
+            return y, y.mean()
+
+    x = torch.randn(512, 64)
+
+    def step(module: nn.Module) -> None:
+        each, loss = module(x)
+        (each.sum() + loss).backward()      # another loss than planned: later steps keep what they overwrite
+
+    budget = int(0.7 * measure_peak(lambda: step(Average())).peak)
+    module = rkmate.wrap(Average(), (x,), budget=budget, progress=False,
+                         settings=rkmate.Settings(costs="analytic"))
+    step(module)
+    assert measure_peak(lambda: step(module)).peak <= budget
 
 
 def test_outputs_stay_after_the_backward() -> None:

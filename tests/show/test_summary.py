@@ -14,7 +14,8 @@ from torch import nn
 
 import rkmate
 from rkmate.ir.simulate import simulate
-from rkmate.pipeline.prepare import origin_of, prepare, trace
+from rkmate.pipeline.origin import origin_of
+from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.solve import summarise
 from rkmate.support.progress import Progress

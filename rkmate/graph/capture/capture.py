@@ -7,13 +7,12 @@ data take the path that can be traced. AOTAutograd then makes the joint graph wi
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -77,6 +76,8 @@ from rkmate.torch_seam.trace import (
     said_to_export,
 )
 from rkmate.torch_seam.versions import is_off
+
+T = TypeVar("T")
 
 # -- A captured step -------------------------------------------------------------------------------
 
@@ -175,7 +176,7 @@ class _Flat(nn.Module):
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
         members = members_of(args, kwargs)
-        with repaired("forward", self.model), contextlib.nullcontext() if is_off(INNER) else \
+        with repaired("forward", self.model), nullcontext() if is_off(INNER) else \
                 noting_inner_gradients(self.found.note_gradient), as_dtensors(), self._told(tensors):
             out, placed = local_results(self.model(*args, **kwargs))
         changed = [(k, held) for k, (held, ids) in self._inputs.held_by_objects(args, kwargs).items()
@@ -399,42 +400,50 @@ def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...], values: Values | Non
             raise CaptureError(f"{type(flat.model).__name__} has DTensor parameters, and its forward reads "
                                "values of its inputs (.item(), masks), which cannot be planned together")
         return flat
+
+    def export() -> Any:
+        program = torch.export.export(flat, tensors, strict=False).module()
+        check_transforms(program)
+        if values is not None:
+            drop_unused(program)
+        repair_program(program)
+        return program
+
+    try:
+        return _in_first_way(flat, ways_to_export(flat.model), export)
+    except CaptureError:
+        raise
+    except Exception:
+        if values is None and flat.found.differentiates:
+            return flat
+        raise
+
+
+def _in_first_way(flat: _Flat, ways: Sequence[Callable[[], AbstractContextManager[None]]],
+                  trace: Callable[[], T]) -> T:
+    """Return what a trace gives in the first way in which it succeeds. Raises the error of the last way,
+    unless an earlier one has found that a value decides."""
     failed: list[Exception] = []
-    for way in ways_to_export(flat.model):
+    for way in ways:
         try:
-            return _export_once(flat, tensors, way, values)
+            with way():
+                return trace()
         except MadeByFirstCall:
             raise
         except Exception as error:
             failed.append(error)
             flat.before.restore()           # what it has assigned and registered, before the next way
-    last = failed[-1]
-    if values is None and flat.found.differentiates and not isinstance(last, CaptureError):
-        return flat
     # A library's last way may stumble over what its own code does not expect there.
-    raise next((e for e in (last, *failed) if is_data_dependent(e)), last) from None
-
-
-def _export_once(flat: _Flat, tensors: tuple[torch.Tensor, ...],
-                 way: Callable[[], AbstractContextManager[None]], values: Values | None) -> Any:
-    with way():
-        program = torch.export.export(flat, tensors, strict=False).module()
-    check_transforms(program)
-    if values is not None:
-        drop_unused(program)
-    repair_program(program)
-    return program
+    raise next((e for e in (failed[-1], *failed) if is_data_dependent(e)), failed[-1]) from None
 
 
 def _joint_of_distributed(flat: _Flat, tensors: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """Return the joint graph of a model with DTensor parameters, which is traced without an export, in the
-    first way in which that succeeds."""
-    *ways, last = ways_to_export(flat.model, direct=True)
-    for way in ways:
-        with contextlib.suppress(Exception), said_to_export(), way():
+    """Return the joint graph of a model with DTensor parameters, which is traced without an export."""
+    def joint() -> torch.fx.GraphModule:
+        with said_to_export():
             return export_joint(flat, tensors, WRITTEN_ANEW)
-    with said_to_export(), last():
-        return export_joint(flat, tensors, WRITTEN_ANEW)
+
+    return _in_first_way(flat, ways_to_export(flat.model, direct=True), joint)
 
 
 def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],

@@ -576,8 +576,8 @@ def flags_to_plan(model: nn.Module, training: bool | None) -> Iterator[None]:
     if training is None:
         logger.warning("%s is in eval mode: it is planned in train mode (training=False plans it as it is)",
                        type(model).__name__)
-    model.train()
     try:
+        model.train()
         yield
     finally:
         for m, flag in before:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -239,6 +240,32 @@ def protect_overwritten(joint: Joint) -> None:
             copy.meta[VALUE] = torch.clone(node.meta[VALUE])
         for user in readers:
             user.replace_input_with(node, copy)
+
+
+def unrepeatable(joint: Joint) -> list[fx.Node]:
+    """Return the placeholders of tensors that a second run of the forward would find changed.
+
+    What the forward overwrites, and reads other than as batch-norm statistics, was copied
+    (`protect_overwritten`). A second run may find another value where it leads to new values of such things
+    only (a counter).
+    """
+    results = {n for n in joint.outputs if n is not None} | {n for _, n in joint.grads} | joint.additions()
+    written = joint.written()
+    return [n for n, s in joint.sources.items() if s in written and any(
+        u.target is aten.clone.default and _leads_to(u, results) for u in n.users)]
+
+
+def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:
+    """Return whether one of the results depends on a value."""
+    seen, todo = {node}, [node]
+    while todo:
+        n = todo.pop()
+        if n in results:
+            return True
+        new = [u for u in n.users if u not in seen]
+        seen.update(new)
+        todo += new
+    return False
 
 
 def _makes_new_value(joint: Joint, user: fx.Node) -> bool:

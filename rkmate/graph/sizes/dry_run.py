@@ -10,6 +10,7 @@ is at another size.
 from __future__ import annotations
 
 import hashlib
+import logging
 import marshal
 import warnings
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ from rkmate.torch_seam.tensors import (
     wrapper_tensor,
 )
 from rkmate.torch_seam.trace import quiet, said_to_export
+
+logger = logging.getLogger("rkmate")
 
 _SMALL = 1 << 16
 """Elements of a closed-over tensor that are compared; a larger one is not taken."""
@@ -113,6 +116,7 @@ def dry_run(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm], *,
             except KeyboardInterrupt:
                 raise
             except Exception:       # of the model, of torch, or a refusal: the next way, or a capture
+                logger.debug("%s cannot be recorded in this way", type(model).__name__, exc_info=True)
                 draws.restore()
                 before.restore()
         return None
