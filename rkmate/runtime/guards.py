@@ -109,7 +109,7 @@ class ModuleReader:
         """Note that a forward has assigned attributes, and would do so again: the state after the assignments
         means the same plan as the state before. What each planned forward assigns is not compared."""
         effects = captured.effects
-        if effects.attributes or effects.collected:
+        if effects:
             held = [c.filled for c in effects.collected]
             whole = {f.place for f in held if f.replaced() is None}
             written: dict[tuple[int, str], dict[int, Any]] = {}
@@ -117,6 +117,7 @@ class ModuleReader:
                 if f.place not in whole:
                     written.setdefault(f.place, {})[id(f.held)] = f.replaced()
             self._attributes.leave_out({**{w.place: w.assigned.old for w in effects.attributes},
+                                        **{n.number.place: n.number.old for n in effects.numbers},
                                         **{f.place: f.held for f in held}}, written)
             self._walk = None
         if captured.assigned:

@@ -227,9 +227,16 @@ class Box(NamedTuple):
 
     @property
     def place(self) -> tuple[int, str]:
-        """The id of the dictionary that it stands in, and its name there; no such id for a class or a
-        variable of an enclosing function."""
-        return (0 if isinstance(self.holder, (type, CellType)) else id(self.holder.__dict__)), self.name
+        """The id of the dictionary that it stands in, of a class, or of a variable of an enclosing function;
+        and its name there."""
+        own = isinstance(self.holder, (type, CellType))
+        return id(self.holder if own else self.holder.__dict__), self.name
+
+    @property
+    def shared(self) -> Any:
+        """What several boxes may be of: one list or dictionary. A single value is the place's own."""
+        held = self.held()
+        return id(held) if isinstance(held, (list, dict)) else self.place
 
 
 @dataclass(frozen=True)
@@ -259,12 +266,12 @@ class Attributes:
                                        for k in (*more, *b.written)})
 
         # Several modules may hold one list.
-        lists: dict[int, list[tuple[int, str]]] = {}
+        lists: dict[Any, list[tuple[int, str]]] = {}
         for b in self.boxes:
             if (place := b.place) in old:
-                lists.setdefault(id(b.held()), []).append(place)
+                lists.setdefault(b.shared, []).append(place)
         return replace(self, left_out=left_out, boxes=tuple(
-            box(b, lists[id(b.held())]) if id(b.held()) in lists else b for b in self.boxes))
+            box(b, lists[b.shared]) if b.shared in lists else b for b in self.boxes))
 
 
 def attributes_of(model: nn.Module) -> Attributes:

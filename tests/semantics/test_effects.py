@@ -180,7 +180,7 @@ def test_numbers_that_a_forward_counts_in_a_container_are_refused(way: str) -> N
     model = Counts(way)
     before = copy.copy(model.seen)
     importlib.import_module("transformers")         # an export is tried in a second way then
-    with pytest.raises(rkmate.CaptureError, match="changes the numbers in seen"):
+    with pytest.raises(rkmate.CaptureError, match=r"changes the numbers in seen|assigns seen"):
         planned(model, torch.randn(2, 4))
     assert model.seen == before
 

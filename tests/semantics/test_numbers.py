@@ -3,8 +3,9 @@ model's objects."""
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +112,71 @@ class Counts(nn.Linear):
 WAYS = {"count": "advances the iterator numbers", "cycle": "advances the iterator numbers",
         "generator": "advances the iterator numbers", "global": "changes the global variable STEP",
         "class": "changes Counts.calls", "counter": "assigns counter"}
+
+
+class Elsewhere:
+    """Is not a class of any module."""
+
+    calls, rate = 0, 1.0
+
+
+class Notes(nn.Linear):
+    """Counts its calls in one of several ways, and computes with none of these numbers."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(4, 4)
+        self.way, self.calls, self.seen = way, 0, [] if way != "ring" else deque[Any](maxlen=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global STEP
+        y = super().forward(x)
+        if self.way == "global":
+            STEP += 2
+        elif self.way == "class":
+            Elsewhere.calls += 1
+            Elsewhere.rate = 0.5
+        elif self.way == "grows":
+            Elsewhere.rate *= 0.5
+        elif self.way == "sizes":
+            self.seen.append(x.shape[0])
+        elif self.way in ("numbered", "list"):
+            self.seen.append((self.calls, y.detach().sum()) if self.way == "numbered" else self.calls)
+            self.calls += 1
+        else:
+            self.seen.append(y.sum().item())
+        return y
+
+
+def _noted(model: Notes) -> Any:
+    return STEP, Elsewhere.calls, Elsewhere.rate, model.calls, model.seen
+
+
+@pytest.mark.filterwarnings("error::rkmate.RkmateWarning")
+@pytest.mark.parametrize("way", ["global", "class", "sizes"])
+def test_counts_that_nothing_reads_are_what_they_are_without_a_plan(way: str) -> None:
+    def counted(budget: float | None) -> Any:
+        global STEP
+        STEP, Elsewhere.calls, Elsewhere.rate = 0, 0, 1.0
+        torch.manual_seed(0)
+        model, x = Notes(way), torch.ones(2, 4)
+        run = model if budget is None else rkmate.wrap(model, (x,), budget=budget, progress=False)
+        for _ in range(3):
+            run(x).sum().backward()
+        assert budget is None or len(run._plans) == 1
+        return _noted(model)
+
+    assert counted(None) == counted(1.0)
+
+
+@pytest.mark.parametrize(("way", "why"), [
+    ("grows", "changes Elsewhere.rate"), ("numbered", "assigns calls, seen"), ("list", "assigns calls, seen"),
+    ("ring", "puts values into the deque seen")])
+def test_notes_that_differ_from_call_to_call_are_refused(way: str, why: str) -> None:
+    model = Notes(way)
+    before = copy.deepcopy(_noted(model))
+    with pytest.raises(CaptureError, match=why):
+        rkmate.wrap(model, (torch.ones(2, 4),), budget=1.0, progress=False)
+    assert _noted(model) == before
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -25,6 +25,7 @@ from rkmate.graph.capture.collectives import values_are_read, without_collective
 from rkmate.graph.capture.effects import (
     Effects,
     collected_again,
+    counted,
     found_effects,
     is_state,
     read_before,
@@ -307,11 +308,10 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             result, assigned = _capture(model, args, kwargs)
         # A second trace from where the first has left the attributes: an equal graph means that the
         # forward does not read what it keeps.
-        collected, counted = result.effects.collected, before.counted()
+        collected, numbers = result.effects.collected, [(n, n.now()) for n in before.numbers_left()]
         effects = _repeated(result, model, args, kwargs, start, assigned) \
-            if assigned or collected or counted else result.effects
-        if effects is None and counted and not assigned and not collected:
-            raise CaptureError(f"{type(model).__name__}: the forward changes {counted}")
+            if assigned or collected or numbers else result.effects
+        counts = counted(type(model).__name__, numbers, bool(assigned or collected) or effects is not None)
         if effects is None:
             names = ", ".join(dict.fromkeys([*(a.path for a in assigned[:5]),
                                              *(c.filled.path for c in collected[:5])]))
@@ -330,7 +330,7 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         written = {w.place for w in effects.attributes}
         kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)
                 and (id(a.holder.__dict__), a.name) not in written]
-        found = replace(result, assigned=tuple(kept), effects=effects, program="")
+        found = replace(result, assigned=tuple(kept), effects=replace(effects, numbers=counts), program="")
     finally:
         draws.restore()
         before.restore()

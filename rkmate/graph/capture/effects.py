@@ -20,7 +20,7 @@ from torch import nn
 
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.answers import Answer
-from rkmate.graph.capture.state import MISSING, Assigned, Filled
+from rkmate.graph.capture.state import COUNTS, MISSING, Assigned, Filled, Number
 from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.torch_seam.containers import PLAIN, pytree, tensors_in
 from rkmate.torch_seam.tensors import storage_id
@@ -113,17 +113,47 @@ class Collected:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """A number of a class, a global one, or one of an enclosing function that each forward changes, and does
+    not read."""
+
+    number: Number
+    new: Any
+    """What the first forward has made of it."""
+    step: int | float | None
+    """The amount that a forward adds; None where it assigns the same value each time."""
+
+    def repeat(self) -> None:
+        """Change it, after a planned forward."""
+        self.number.assign(self.new if self.step is None else self.number.now() + self.step)
+
+
+def counted(name: str, numbers: Sequence[tuple[Number, Any]], alike: bool) -> tuple[Counted, ...]:
+    """Return what each forward does to some numbers, after a second one. `numbers`: with what the first one
+    made of them. `alike`: whether both have otherwise done the same. Raises `CaptureError` where they have
+    not, or have changed a number in different ways."""
+    found = []
+    for number, new in numbers:
+        now, step = number.now(), _step(number.old, new)
+        if not alike or (now != new and (step is None or step != _step(new, now))):
+            raise CaptureError(f"{name}: the forward changes {number.name}; {COUNTS}")
+        found.append(Counted(number, new, None if now == new else step))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
 class Effects:
     """Everything that a forward leaves changed, except tensors that it writes to."""
 
     attributes: tuple[Written, ...] = ()
     objects: tuple[ChangedObject, ...] = ()
     collected: tuple[Collected, ...] = ()
+    numbers: tuple[Counted, ...] = ()
     answers: tuple[Answer, ...] = ()
     """Answers that a forward has to find for all of this, and its result, to be right."""
 
     def __bool__(self) -> bool:
-        return bool(self.attributes or self.objects or self.collected)
+        return bool(self.attributes or self.objects or self.collected or self.numbers)
 
     def repeat(self, args: Any, kwargs: Any, tensors: Tensors) -> None:
         """Leave them as the forward does that was called with these arguments."""
@@ -131,6 +161,8 @@ class Effects:
             written.repeat(tensors)
         for each in self.collected:
             each.repeat(tensors, args, kwargs)
+        for number in self.numbers:
+            number.repeat()
         if self.objects:
             leaves = pytree.tree_leaves((args, kwargs))
             for changed in self.objects:
@@ -231,6 +263,8 @@ def collected_again(effects: Effects, again: Effects) -> Effects | None:
         one, constants = c.filled, c.filled.constants()
         before = one.changes()
         if then is None:
+            if isinstance(one.held, list) and not tensors_in(before):
+                continue                # a first call puts values there
             if len(constants) < len(before):
                 return None
             found.append(c)             # it finds the flags as it leaves them
@@ -241,7 +275,8 @@ def collected_again(effects: Effects, again: Effects) -> Effects | None:
             if before.keys() - constants.keys() != now.keys() - constants.keys() or \
                     any(now.get(k, v) != v for k, v in constants.items()):
                 return None
-        elif len(before) != len(now) or (two.is_longer != one.is_longer and (one.old or not one.is_longer)):
+        elif len(before) != len(now) or _values(before) != _values(now) or (
+                two.is_longer != one.is_longer and (one.old or not one.is_longer)):
             return None             # only of a list that was empty does the first not tell whether it grows
         found.append(replace(c, appends=two.is_longer))
     return None if second else replace(effects, collected=tuple(found))

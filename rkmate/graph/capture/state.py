@@ -81,23 +81,18 @@ def filled(path: str, place: tuple[int, str], held: Any, old: Any) -> Filled | N
         raise CaptureError(f"the forward changes the numbers in {path}, which a planned step would not do "
                            "again: keep such state in a buffer (register_buffer), or pass it as an argument")
     if isinstance(held, deque):
-        if any(_holds_traced(v) for v in held):
-            raise CaptureError(f"the forward puts tensors into the deque {path}, which a planned step would "
-                               "not do again: return them, or put them into a list")
-        return None
+        raise CaptureError(f"the forward puts values into the deque {path}, which a planned step would "
+                           "not do again: return them, or put them into a list")
     found = Filled(path, place, held, old, held.copy())
-    return found if tensors_in(found.changes()) or found.constants() else None
+    return found if found.is_longer or tensors_in(found.changes()) or found.constants() else None
 
 
 def _counts(held: Any, old: Any) -> bool:
-    """Return whether numbers in a list or dictionary are others, or more of them follow."""
+    """Return whether numbers in a list or dictionary are others."""
     if isinstance(held, dict):
         pairs = [(v, held.get(k)) for k, v in old.items()]
     else:
         pairs = [*zip(old, held, strict=False)]
-        if len(held) > len(old) and isinstance(held[-1], NUMBERS) and any(
-                isinstance(v, NUMBERS) for v in old):
-            return True
     return any(isinstance(was, NUMBERS) and isinstance(now, NUMBERS) and now != was
                and not (type(was) is type(now) is bool) for was, now in pairs)
 
@@ -210,26 +205,50 @@ def _reached_by(function: Any) -> Iterator[tuple[str, Any]]:
                 if name in function.__globals__)
 
 
-_COUNTS = ("a captured step would not repeat that. Do so outside of the forward and pass the value, or "
+COUNTS = ("a captured step would not repeat that. Do so outside of the forward and pass the value, or "
            "compute it from a buffer (register_buffer) that counts")
-_Around = tuple[str, "type | CellType | dict[str, Any]", str, Any]
-"""A number outside of the model's objects: its name in words, what holds it, its key there, and its value."""
 
 
-def _number(holder: type | CellType | dict[str, Any], key: str) -> Any:
-    return holder.cell_contents if isinstance(holder, CellType) else \
-        (vars(holder) if isinstance(holder, type) else holder).get(key)
+@dataclass(frozen=True)
+class Number:
+    """A number outside of the model's objects: of a class, a global one, or one of an enclosing function."""
+
+    name: str
+    """In words."""
+    holder: type | CellType | dict[str, Any]
+    key: str
+    old: Any
+    """Its value at one moment."""
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """The identity of what holds it, and its name there."""
+        return id(self.holder), self.key
+
+    def now(self) -> Any:
+        """Return its value."""
+        return self.holder.cell_contents if isinstance(self.holder, CellType) else \
+            (vars(self.holder) if isinstance(self.holder, type) else self.holder).get(self.key)
+
+    def assign(self, value: Any) -> None:
+        """Give it another value."""
+        if isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        elif isinstance(self.holder, type):
+            setattr(self.holder, self.key, value)
+        else:
+            self.holder[self.key] = value
 
 
-def _numbers_around(forward: FunctionType) -> Iterator[_Around]:
+def _numbers_around(forward: FunctionType) -> Iterator[Number]:
     """Yield the numbers that a forward assigns to global variables and to those of an enclosing function."""
     cells = {name: c for name, c in zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
              if c != CellType()}
     for opname, name in _stores_of(forward.__code__):
         if opname == "STORE_GLOBAL" and type(forward.__globals__.get(name)) in NUMBERS:
-            yield f"the global variable {name}", forward.__globals__, name, forward.__globals__[name]
+            yield Number(f"the global variable {name}", forward.__globals__, name, forward.__globals__[name])
         elif name in cells and type(value := cells[name].cell_contents) in NUMBERS:
-            yield f"the variable {name} of an enclosing function", cells[name], name, value
+            yield Number(f"the variable {name} of an enclosing function", cells[name], name, value)
 
 
 @lru_cache(maxsize=1024)
@@ -280,10 +299,12 @@ class PythonState:
             kinds.setdefault(type(m), []).append(m)
         forwards = [f for kind in kinds if isinstance(f := getattr(kind, "forward", None), FunctionType)]
         self._functions = [*hooks, *forwards]
-        self._numbers = [n for f in dict.fromkeys(f for same in kinds.values() for f in _functions_of(same))
-                         for n in _numbers_around(f)]
-        self._numbers += [(f"{c.__name__}.{k}", c, k, v)
-                          for c in dict.fromkeys(c for k in kinds for c in k.__mro__)
+        functions = dict.fromkeys(f for same in kinds.values() for f in _functions_of(same))
+        self._numbers = [n for f in functions for n in _numbers_around(f)]
+        named = (v for f in functions for k in names_in(f.__code__)
+                 if isinstance(v := f.__globals__.get(k), type))
+        self._numbers += [Number(f"{c.__name__}.{k}", c, k, v)
+                          for c in dict.fromkeys(c for k in (*kinds, *named) for c in k.__mro__)
                           if not c.__module__.startswith(("torch.", "builtins"))
                           for k, v in vars(c).items() if type(v) in NUMBERS]
         for h in hooks:
@@ -332,14 +353,8 @@ class PythonState:
 
     def restore_numbers(self) -> None:
         """Put numbers of classes, global ones, and those of enclosing functions back alone."""
-        for _, holder, key, old in self._numbers:
-            if _number(holder, key) != old:
-                if isinstance(holder, CellType):
-                    holder.cell_contents = old
-                elif isinstance(holder, type):
-                    setattr(holder, key, old)
-                else:
-                    holder[key] = old
+        for number in self.numbers_left():
+            number.assign(number.old)
 
     def restore_members(self) -> None:
         """Put lists and dictionaries back alone, and their members: an export that has failed leaves copies
@@ -371,13 +386,11 @@ class PythonState:
                 if isinstance(value, Iterator) and not isinstance(value, IOBase) and any(
                         name in names_in(f.__code__) for f in _functions_of([m])):
                     raise CaptureError(f"{type(model).__name__}: the forward advances the iterator "
-                                       f"{path}{'.' * bool(path)}{name}; {_COUNTS}")
+                                       f"{path}{'.' * bool(path)}{name}; {COUNTS}")
 
-    def counted(self) -> str:
-        """Return the name of a number of a class, a global one, or one of an enclosing function that is
-        another one now, and what to do; empty if there is none."""
-        return next((f"{name}; {_COUNTS}" for name, holder, key, old in self._numbers
-                     if _number(holder, key) != old), "")
+    def numbers_left(self) -> list[Number]:
+        """Return the numbers of classes, global ones, and those of enclosing functions that have changed."""
+        return [number for number in self._numbers if number.now() != number.old]
 
     def leaked(self) -> str | None:
         """Return the name of something in which a trace has left one of its tensors, to be asked after
