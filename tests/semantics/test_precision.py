@@ -40,7 +40,7 @@ class Conjugates(nn.Module):
         for w in self.weights:
             x = x @ w
             x = torch.polar(x.abs().tanh(), x.angle()) * self.shared.conj()
-        return x
+        return 1j * x
 
 
 def test_conjugates() -> None:
