@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -51,7 +52,7 @@ class FollowedStep:
         """For each stretch of the step, bytes of gradients that were new by then."""
         self._waits_for_end = self._is_cut = self._is_closed = False
         self.backward_seen = False
-        known = [p for p in parameters if p.requires_grad]
+        known = [p for p in parameters if p.requires_grad and p.is_leaf]
         self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in known]
         self._without = {id(p) for p in known if p.grad is None}
         self._others: list[torch.Tensor] = []
@@ -151,7 +152,8 @@ class UnusualSteps:
     def __init__(self, model: nn.Module, *, measures: bool) -> None:
         """`measures`: whether steps are measured at all."""
         self._model, self._measures = model, measures
-        self._clock: torch.Tensor | None = None
+        self._clock: weakref.ref[torch.Tensor] | None = None
+        """A parameter that is trained. (Weights that a step makes go with the step.)"""
         self._version = -1
         self._asked: set[str] = set()
         self._remedies: dict[str, str] = {}
@@ -167,15 +169,25 @@ class UnusualSteps:
         if self._measures and why not in self._asked:
             self._asked.add(why)
             self._remedies[why] = remedy
-            self._clock = next((p for p in self._model.parameters() if p.requires_grad), None)
-            self._version, self._tries = -1 if self._clock is None else version_of(self._clock), TRIES
+            now, self._tries = self._trained(), TRIES
+            if now is not None:
+                self._clock, self._version = weakref.ref(now), version_of(now)
+
+    def _trained(self) -> torch.Tensor | None:
+        """Return a parameter that is trained; None without one."""
+        return next((p for p in self._model.parameters() if p.requires_grad), None)
 
     def begin(self, plan: Plan, device: torch.device) -> None:
         """Before the forward of a call."""
         if not self._remedies or self._clock is None:
             return
-        version = version_of(self._clock)
-        if version != self._version:
+        now = self._clock()
+        if now is None or not now.is_leaf:      # weights that a step makes are other tensors in the next one
+            now = self._trained()
+        version = -1 if now is None else version_of(now)
+        if version != self._version or now is not self._clock():
+            if now is not None:
+                self._clock = weakref.ref(now)
             self._version, ended, self._step = version, self._step, None
             if ended is not None:
                 self._judge(ended.peak(), is_same=id(plan) in self._plans)

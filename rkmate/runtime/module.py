@@ -234,6 +234,10 @@ class PlannedModule(StandIn):
             self._unusual.ask(f"a step calls {type(self._original).__name__} several times before a "
                               "backward, and what it makes in between (inputs of later calls) comes on top",
                               "Make all inputs before the first call, or give a smaller budget")
+        if not latest.ran and any(p.grad_fn is not None for p in self._original.parameters()):
+            self._unusual.ask(f"the step makes the weights of {type(self._original).__name__} "
+                              "(torch.func.functional_call), whose gradients come on top",
+                              "Give a smaller budget, or apply rkmate to a module that makes the weights")
         self._unusual.begin(latest.plan, latest.compiled.device)
         verify = self._verify and not latest.ran
         step = latest.compiled

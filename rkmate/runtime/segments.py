@@ -149,7 +149,9 @@ class Call:
                     result = self.functions[number](self.env)
                 # A gradient has no bond to what it is a view of: autograd adds up the gradients of a shared
                 # parameter in the first one, but takes memory for a third where its storage is referred to.
-                result = [g if g is None or base_of(g) is None else g.detach() for g in result]
+                # A sum in one that stands for the conjugate of its bytes would be such a tensor, too.
+                result = [g if g is None or base_of(g) is None else g.detach().resolve_conj().resolve_neg()
+                          for g in result]
         except BaseException:
             self._interrupt()
             raise

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import weakref
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -47,9 +51,45 @@ def objects_in(value: Any) -> list[Any]:
             stack.extend(reversed(list(item.values())))
         elif isinstance(item, (list, tuple, set, frozenset)):
             stack.extend(reversed(list(item)))
+        elif isinstance(item, functools.partial):
+            stack.extend(reversed([item.func, *item.args, *item.keywords.values()]))
+        elif isinstance(item, MethodType):
+            stack.append(item.__self__)
         else:
             stack.extend(reversed(list(attributes_in(item).values())))
     return found
 
 
-__all__ = ["PLAIN", "attributes_in", "objects_in", "pytree", "tensors_in"]
+def tensors_behind(value: Any) -> list[torch.Tensor]:
+    """Return the tensors that functions in a value close over, or are methods of, and those that weak
+    references lead to: a copy of the value has the same ones."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        for item in objects_in(stack.pop()):
+            behind = _behind(item)
+            if behind and id(item) not in seen:
+                seen.add(id(item))
+                found += tensors_in(behind)
+                stack.append(behind)
+    return found
+
+
+def _held_by_cells(function: FunctionType) -> list[Any]:
+    found = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):           # a variable that has no value yet
+            found.append(cell.cell_contents)
+    return found
+
+
+def _behind(item: Any) -> list[Any]:
+    if isinstance(item, FunctionType):
+        return [*_held_by_cells(item), *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+    if isinstance(item, BuiltinMethodType):
+        return [item.__self__]
+    return [item()] if isinstance(item, weakref.ref) else []
+
+
+__all__ = ["PLAIN", "attributes_in", "objects_in", "pytree", "tensors_behind", "tensors_in"]

@@ -15,6 +15,7 @@ import rkmate
 from rkmate.measure.step import measure_step
 
 X = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
+FEW = X[:16]
 Step = Callable[[nn.Module], torch.Tensor]
 
 
@@ -43,6 +44,12 @@ def whole_pairs(model: nn.Module) -> torch.Tensor:
     return F.mse_loss(model(X), model(X))
 
 
+def made_weights(model: nn.Module) -> torch.Tensor:
+    """Weights that the step makes, before the call."""
+    weights = {n: 1.5 * w for n, w in model.named_parameters()}
+    return torch.func.functional_call(model, weights, (FEW,)).abs().mean()
+
+
 def trained(model: nn.Module, step: Step, steps: int = 8) -> list[str]:
     """Train, and return what is said of measured steps."""
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -57,10 +64,12 @@ def trained(model: nn.Module, step: Step, steps: int = 8) -> list[str]:
 
 @pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize(("step", "why"), [
-    (adapted, "backwards with create_graph=True run"), (pairs, "a step calls Sequential several times")])
+    (adapted, "backwards with create_graph=True run"), (pairs, "a step calls Sequential several times"),
+    (made_weights, "the step makes the weights of Sequential")])
 def test_the_warning_names_the_bytes_of_the_step_and_the_budget(step: Step, why: str, wraps: bool) -> None:
     settings = rkmate.Settings(costs="analytic", calls=1 + (wraps and step is pairs))
-    model = rkmate.wrap(net(), (X,), budget=0.7, settings=settings, progress=False) if wraps else \
+    sample = FEW if step is made_weights else X
+    model = rkmate.wrap(net(), (sample,), budget=0.7, settings=settings, progress=False) if wraps else \
         rkmate.apply(net(), budget=0.7, settings=settings, progress=False)
     told = trained(model, step)
     assert len(told) == 1 and told[0].startswith(why)
@@ -69,7 +78,9 @@ def test_the_warning_names_the_bytes_of_the_step_and_the_budget(step: Step, why:
     assert budget == shown.plan.budget_bytes
     for p in model.parameters():                # a measurement finds gradients of its own
         p.grad = torch.zeros_like(p)
-    assert takes == pytest.approx(measure_step(model, lambda: step(model).backward()).peak, rel=0.02)
+    before = sum(p.nbytes for p in model.parameters()) if step is made_weights else 0
+    assert takes + before == pytest.approx(
+        measure_step(model, lambda: step(model).backward()).peak, rel=0.02)
     assert not trained(model, step)
 
 

@@ -102,6 +102,14 @@ class _Assigning(nn.Linear):
         return super().forward(x)
 
 
+class _Freezing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.requires_grad_(False)
+        x = super().forward(x)
+        self.weight.requires_grad = True
+        return x
+
+
 class _Threaded(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with ThreadPoolExecutor(1) as threads:
@@ -165,6 +173,10 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         _AskingSparse(8, 8))),
     "a value at the end of a block": (C, r"with ExitStack\(\) as stack", lambda: _wrap(_Leaving(8, 8))),
     "data that is assigned": (C, "assigns to the .data of a tensor", lambda: _wrap(_Assigning(8, 8))),
+    "a parameter that is frozen for a while": (C, "sets requires_grad of the parameter 'weight'",
+                                               lambda: _wrap(_Freezing(8, 8))),
+    "an iterator of tensors": (C, "object of the type generator, which cannot be copied", lambda: _wrap(
+        args=((x for x in [X]),))),
     "another thread": (C, "compute in the thread of the caller", lambda: _wrap(_Threaded(8, 8))),
     "backward in the forward": (C, r"torch\.autograd\.grad", lambda: _wrap(_Backward(8, 8))),
     "another module": (C, "make it a submodule", lambda: _wrap(args=(X, nn.Linear(8, 8)))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import weakref
 from collections import deque
 from typing import Any
 
@@ -291,7 +292,7 @@ def test_an_attribute_that_is_read_and_written_is_state() -> None:
 
 
 class Completes(nn.Module):
-    """Makes a table in its first call, and reads it in later ones."""
+    """Makes a table, or freezes a parameter, in its first call, and reads it in later ones."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -305,10 +306,12 @@ class Completes(nn.Module):
                 self.register_buffer("table", torch.arange(4.0).cos())
             else:
                 self.table = torch.arange(4.0).cos()
+        if self.kind == "flag":
+            self.layer.bias.requires_grad = False
         return self.layer(x) * self.table
 
 
-@pytest.mark.parametrize("kind", ["attribute", "buffer", "buffer that was None"])
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "buffer that was None", "flag"])
 def test_what_a_first_call_completes_is_completed(kind: str) -> None:
     torch.manual_seed(0)
     model, x = Completes(kind), torch.randn(2, 4)
@@ -318,6 +321,7 @@ def test_what_a_first_call_completes_is_completed(kind: str) -> None:
         run(x).sum().backward()
     assert torch.equal(original.table, model.table)
     assert list(original.state_dict()) == list(model.state_dict())
+    assert (model.layer.bias.grad is None) == (original.layer.bias.grad is None) == (kind == "flag")
     assert torch.equal(original.layer.weight.grad, model.layer.weight.grad)     # type: ignore[arg-type]
 
 
@@ -560,6 +564,16 @@ class LeavesElsewhere(nn.Linear):
             self.settings.seen.seen = x
         elif self.way == "deque":
             self.recent.append(x)
+        elif self.way == "function":
+            self.settings.seen = [lambda: x.mean()]
+        elif self.way == "method":
+            self.settings = x.mean
+        elif self.way == "weak reference":
+            x = x * 2
+            self.settings = weakref.ref(x)
+            return x
+        elif self.way == "generator":
+            self.settings = (y for y in (x,))
         else:
             x.retain_grad()
         return x * 2
@@ -567,7 +581,9 @@ class LeavesElsewhere(nn.Linear):
 
 @pytest.mark.parametrize(("way", "place"), [
     ("class", "LeavesElsewhere.last"), ("global", "LAST"), ("object", "settings"),
-    ("deque", "recent"), ("gradient", "retain_grad")])
+    ("deque", "recent"), ("gradient", "retain_grad"), ("function", "keeps a function"),
+    ("method", "return the tensors"), ("weak reference", "a weak reference"),
+    ("generator", "type generator")])
 def test_tensors_that_are_left_elsewhere_are_refused(way: str, place: str) -> None:
     model = LeavesElsewhere(way)
     try:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,29 @@ class Checked:
 
 
 pytree.register_pytree_node(Checked, lambda v: ([v.value], None), lambda children, _: Checked(*children))
+
+
+class Names(dict[str, Any]):
+    """A dictionary whose keys are attributes, and that has no others."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Named(nn.Linear):
+    def forward(self, batch: Names, scale: Any) -> Names:  # type: ignore[override]
+        y = super().forward(batch.x).tanh()
+        return Names(y=scale(y), more=Names(z=y.sigmoid(), number=3), later=partial(torch.mul, y))
+
+
+def test_dictionaries_with_attributes_and_functions_with_arguments() -> None:
+    model, args = Named(8, 8), (Names(x=torch.randn(4, 8)), partial(torch.mul, torch.randn(8)))
+
+    def loss(run: Any) -> torch.Tensor:
+        out = run(*args)
+        assert type(out) is type(out.more) is Names and out.more.number == 3
+        return out.y.sum() + out.more.z.sum() + out.later(out.y).sum()
+
+    assert_same_gradients(model, planned(model, *args), loss)
 
 
 def test_containers_that_the_user_registered() -> None:

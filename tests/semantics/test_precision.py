@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rkmate
-from tests.semantics.steps import Tower, assert_same_gradients, planned, tightest
+from tests.semantics.steps import Tower, assert_same_gradients, planned, three_budgets, tightest
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -26,6 +26,31 @@ def test_complex_numbers() -> None:
     x = torch.randn(4, 8, dtype=torch.complex64)
     assert_same_gradients(model, planned(model, x), lambda run: run(x).abs().pow(2).sum())
     assert_same_gradients(model, planned(model, x), lambda run: run(x).conj().real.sum())
+
+
+class Conjugates(nn.Module):
+    """Steps of a complex state, whose gradients are products with conjugates; one weight is used in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(8, 8, dtype=torch.complex64) / 8 for _ in range(3))
+        self.shared = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for w in self.weights:
+            x = x @ w
+            x = torch.polar(x.abs().tanh(), x.angle()) * self.shared.conj()
+        return 1j * x
+
+
+def test_conjugates() -> None:
+    torch.manual_seed(0)
+    model, x = Conjugates(), torch.randn(16, 8, dtype=torch.complex64)
+    for module in three_budgets(model, x):
+        assert_same_gradients(model, module, lambda run: run(x).abs().pow(2).sum())
+        module(x).abs().pow(2).sum().backward()
+        assert not any(p.grad.is_conj() for p in model.parameters())        # an optimizer views it as real
+        model.zero_grad()
 
 
 class Mixed(nn.Module):

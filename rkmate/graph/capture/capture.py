@@ -43,7 +43,13 @@ from rkmate.graph.capture.refusals import (
 )
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
 from rkmate.graph.capture.state import MISSING, Assigned, HostDraws, PythonState, filled, members_of
-from rkmate.graph.capture.structure import LOCAL, Structure, piece_name, refuse_numbers_of_trace, take_apart
+from rkmate.graph.capture.structure import (
+    LOCAL,
+    Structure,
+    piece_name,
+    refuse_what_a_trace_leaves,
+    take_apart,
+)
 from rkmate.graph.capture.values import (
     Values,
     begin,
@@ -186,8 +192,8 @@ class _Flat(nn.Module):
         self.found.structure = structure.with_dtensors(
             {k: placed[id(t)] for k, t in enumerate(flat) if id(t) in placed}) if placed else structure
         self.found.assigned = self.before.assigned()
-        refuse_numbers_of_trace([out, *(a.new for a in self.found.assigned),
-                                 *(held for held, _ in members.values()), *self.before.containers()])
+        refuse_what_a_trace_leaves([out, *(a.new for a in self.found.assigned),
+                                    *(held for held, _ in members.values()), *self.before.containers()])
         own = ((keys, filled(f"argument {keys[0]!r}", (0, ""), held, old))
                for keys, (held, old) in members.items())
         effects, every = found_effects(

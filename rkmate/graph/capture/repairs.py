@@ -56,6 +56,7 @@ from rkmate.torch_seam.patches.modules import (
 from rkmate.torch_seam.patches.numerics import (
     as_eager_computes,
     checks_by_value_refused,
+    conjugates_of_numbers,
     integers_without_gradient,
     seeds_refused,
     zeros_with_memory,
@@ -302,6 +303,10 @@ TRACE_REWRITES: tuple[Rewrite[fx.Graph], ...] = (
             "Forward-mode derivatives (`torch.func.jvp`, `hessian`) begin with zeros that have no memory, "
             "which nothing after the trace can read.",
             zeros_with_memory, feature=features.NUMERICS),
+    Rewrite("conjugates of numbers",
+            "The gradient of a product with a complex number (`1j * x`) is one with its conjugate, which a "
+            "trace makes a view of the number.",
+            conjugates_of_numbers, ("2.11", "2.12", "2.13", "2.14", "2.15")),
     Rewrite("custom operators that write",
             "A custom operator that writes to its arguments is a higher-order operation in a trace, whose "
             "first argument is the operator: it becomes an operation on tensors.",

@@ -12,8 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rkmate.torch_seam.containers import PLAIN, attributes_in, objects_in, pytree, tensors_in
+from rkmate.errors import CaptureError
+from rkmate.torch_seam.containers import (
+    PLAIN,
+    attributes_in,
+    objects_in,
+    pytree,
+    tensors_behind,
+    tensors_in,
+)
 from rkmate.torch_seam.dtensor import Placed, is_dtensor, local_part, placed
+from rkmate.torch_seam.tensors import is_unwrapped
 
 # -- Structures around tensors ---------------------------------------------------------------------
 #
@@ -69,10 +78,15 @@ class ReadLater:
     __hash__ = None  # type: ignore[assignment]
 
 
-def refuse_numbers_of_trace(values: Any) -> None:
-    """Raise `ValueError` where values hold a number that stands for the value of a traced tensor."""
+def refuse_what_a_trace_leaves(values: Any) -> None:
+    """Raise `ValueError` where values hold a number that stands for the value of a traced tensor, and
+    `CaptureError` where a function holds a traced tensor."""
     if any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in objects_in(values)):
         raise ValueError("data-dependent: the forward returns or keeps a number that it reads from a tensor")
+    if not all(map(is_unwrapped, tensors_behind(values))):
+        raise CaptureError("the forward returns or keeps a function or a weak reference that leads to "
+                           "tensors of this call, which a planned step would not make again: return the "
+                           "tensors")
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,7 @@ class Structure:
             elif isinstance(leaf, PLAIN):
                 leaves.append(leaf)
             else:
-                leaves.append(copy.deepcopy(leaf, {_FILL: tensors}))
+                leaves.append(_copied(leaf, {_FILL: tensors}))
         return pytree.tree_unflatten(leaves, self.spec)
 
     def with_dtensors(self, places: Mapping[int, Placed]) -> Structure:
@@ -225,8 +239,24 @@ def _spec_of_leaves(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
 
 
 def _skeleton(value: Any, slot: Any) -> Any:
-    memo: dict[int, Any] = {id(t): slot(t) for t in tensors_in(value)}
-    return copy.deepcopy(value, memo)
+    return _copied(value, {id(t): slot(t) for t in tensors_in(value)})
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy. Raises `CaptureError` for an object that has none."""
+    try:
+        # A dictionary that looks for attributes among its keys may say that it has none in its own way.
+        for held in reversed(objects_in(value)):
+            if isinstance(held, dict) and hasattr(type(held), "__getattr__"):
+                new = memo[id(held)] = type(held).__new__(type(held))
+                vars(new).update(copy.deepcopy(vars(held), memo))
+                dict.update(new, {k: copy.deepcopy(v, memo) for k, v in held.items()})
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        reason = str(error).partition(". ")[0]
+        raise CaptureError("the forward takes, returns or keeps an object of the type "
+                           f"{type(value).__name__}, which cannot be copied (copy.deepcopy: {reason}): use "
+                           "tuples, lists, dictionaries or data classes of tensors") from error
 
 
 # -- Forms of tensors ------------------------------------------------------------------------------

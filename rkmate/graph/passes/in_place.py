@@ -82,7 +82,8 @@ def in_place_ways(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[I
 
     `storage` names where a value lives. An argument qualifies when it has the result's shape,
     strides and dtype, fills its storage, and no other argument lives there. Its strides must be what
-    the kernel would give the result, too (`_plain`).
+    the kernel would give the result, too (`_plain`), and it must stand for the conjugate of its bytes only
+    if the result does.
     """
     target = node.target
     result = node.meta.get(VALUE)
@@ -123,6 +124,7 @@ def _fits(node: fx.Node, way: InPlace, result: torch.Tensor,
     value = argument.meta.get(VALUE)
     if not isinstance(value, torch.Tensor) or value.shape != result.shape \
             or value.stride() != result.stride() or not _plain(value) or value.dtype != result.dtype \
+            or (value.is_conj(), value.is_neg()) != (result.is_conj(), result.is_neg()) \
             or value.untyped_storage().nbytes() != value.numel() * value.element_size() \
             or result.untyped_storage().nbytes() != value.untyped_storage().nbytes():
         return False

@@ -28,7 +28,7 @@ from rkmate import device as devices
 from rkmate.errors import CaptureError
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.nodes import annotation, is_backward, phase_tag
-from rkmate.torch_seam.patches.modules import has_this_memory
+from rkmate.torch_seam.patches.modules import MadeByFirstCall, has_this_memory
 from rkmate.torch_seam.schema import python_kernels_replaced, without_python_kernels
 from rkmate.torch_seam.tensors import is_unwrapped, storage_id, version_of, without_modes
 from rkmate.torch_seam.trace import is_tangent
@@ -350,6 +350,8 @@ _REGIONS = {torch.amp.autocast_mode._enter_autocast: _enter, torch.amp.autocast_
 _NORMS = (F.batch_norm, F.instance_norm)
 _READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _WRITE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+"""What makes a tensor one that is trained, or no longer trained."""
 _OF_SPARSE = tuple(getattr(torch.Tensor, name) for name in (
     "_nnz", "_indices", "_values", "indices", "values", "crow_indices", "col_indices", "ccol_indices",
     "row_indices"))
@@ -370,7 +372,8 @@ def lost_tensors_refused(model: nn.Module) -> AbstractContextManager[Any]:
 class _Guard(TorchFunctionMode):
     """Raises `ClosedOverError` if an operation takes a closed-over tensor that requires a gradient, which the
     trace would lose silently, or writes to a closed-over tensor, which only the trace would do; and if the
-    forward asks for the values of a sparse tensor.
+    forward asks for the values of a sparse tensor. Raises `MadeByFirstCall` if it freezes or thaws a
+    parameter, which changes nothing in the trace.
 
     The tracer replaces parameters, buffers and arguments by objects of other classes.
     """
@@ -395,9 +398,20 @@ class _Guard(TorchFunctionMode):
         with torch.no_grad():
             place.copy_(value.detach())
 
+    def _refuse_other_flag(self, place: torch.Tensor, requires_grad: bool = True) -> None:
+        """Refuse a flag of a parameter that is another than it was before."""
+        name = next((n for n, p in self._model.named_parameters() if p is place), None)
+        if name is not None and requires_grad != place.requires_grad:
+            raise MadeByFirstCall(
+                f"{type(self._model).__name__}: the forward sets requires_grad of the parameter {name!r}, "
+                "which a captured step would not repeat: set it outside of the forward. Where only the first "
+                "call does so, call the model once before it is wrapped")
+
     def __torch_function__(self, func: Callable[..., Any], types: Iterable[type],
                            args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in _TRAINS:
+            self._refuse_other_flag(*args, **kwargs)
         if func in (_READ_DATA, torch.Tensor.detach):           # a trace does not see the first
             found = args[0].detach()
             self._read.append(weakref.ref(found))

@@ -84,7 +84,7 @@ def new_buffers_as_writes(model: nn.Module) -> Iterator[None]:
 
 
 class MadeByFirstCall(CaptureError):
-    """A forward has made a buffer that was not there."""
+    """A forward has made a buffer that was not there, or has frozen or thawed a parameter."""
 
     learns = False
     """Whether what it has made leads to parameters."""

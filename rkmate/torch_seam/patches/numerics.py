@@ -283,6 +283,16 @@ def zeros_with_memory(graph: fx.Graph) -> None:
                 node.meta[VALUE] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
+def conjugates_of_numbers(graph: fx.Graph) -> None:
+    """Replace the conjugate of a Python number, which a trace makes a view, by a number."""
+    for node in graph.nodes:
+        if node.target is aten._conj.default and not isinstance(node.args[0], fx.Node):
+            number = complex(node.args[0]).conjugate()
+            for user in list(node.users):
+                user.args = tuple([number if a is node else a for a in user.args])
+            graph.erase_node(node)
+
+
 _CHECKS = {id(op): op for op in (aten._linalg_check_errors.default, aten._assert_async.default,
                                 aten._assert_async.msg)}
 """Operators by id: torch computes an operator's hash in Python, and every operation of a trace is looked
