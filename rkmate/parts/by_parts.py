@@ -57,6 +57,7 @@ from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.modules import compiled_call, own_call
+from rkmate.torch_seam.patches.libraries import records_apart
 
 logger = logging.getLogger("rkmate")
 
@@ -240,6 +241,7 @@ class Parts(OneBudget):
         kind.calls.append((module, call))
         return result
 
+    @records_apart()
     def _kind_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
         """The kind of a submodule; a new one is captured."""
         key = kind_key(module)

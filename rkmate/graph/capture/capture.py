@@ -64,6 +64,7 @@ from rkmate.torch_seam.patches.autograd import (
     noting_inner_gradients,
 )
 from rkmate.torch_seam.patches.features import INNER, check_once
+from rkmate.torch_seam.patches.libraries import begins_anew
 from rkmate.torch_seam.patches.modules import MadeByFirstCall
 from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW, ChecksByValue
 from rkmate.torch_seam.tensors import storage_id
@@ -355,7 +356,7 @@ def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: d
         if a.new is not MISSING:
             a.holder.__dict__[a.name] = told_apart(a.holder.__dict__[a.name])
     for c in first.effects.collected:
-        if not c.at:
+        if not c.at and not begins_anew(c.filled.held):
             c.filled.repeat()
     try:
         second, again = _capture(model, args, kwargs, first)

@@ -8,6 +8,7 @@ import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import IOBase
@@ -30,7 +31,7 @@ from rkmate.torch_seam.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
 )
-from rkmate.torch_seam.patches.libraries import names_in
+from rkmate.torch_seam.patches.libraries import begins_anew, names_in
 from rkmate.torch_seam.tensors import FakeTensor
 
 MISSING = object()
@@ -86,7 +87,8 @@ def filled(path: str, place: tuple[int, str], held: Any, old: Any) -> Filled | N
                                "not do again: return them, or put them into a list")
         return None
     found = Filled(path, place, held, old, held.copy())
-    return found if tensors_in(found.changes()) or found.constants() else None
+    is_effect = tensors_in(found.changes()) or found.constants() or begins_anew(held)
+    return found if is_effect else None
 
 
 def _counts(held: Any, old: Any) -> bool:
@@ -299,6 +301,8 @@ class PythonState:
 
     def _note_members(self, path: str, holder: Any, attributes: Mapping[str, Any]) -> None:
         for k, v in attributes.items():
+            if isinstance(v, ContextVar):
+                self._note(f"{path}.{k}", (id(holder.__dict__), k), v.get(None))
             if k not in REGISTRIES and not (isinstance(holder, nn.RNNBase) and k in WEIGHT_LISTS):
                 self._note(f"{path}.{k}" if path else k, (id(holder.__dict__), k), v)
 
