@@ -27,6 +27,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.parts.kinds import (
     Asked,
     Kind,
+    is_named,
     is_worth_looking_at,
     kind_key,
     modules_of,
@@ -57,6 +58,7 @@ from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.modules import compiled_call, own_call
+from rkmate.torch_seam.patches.libraries import records_apart
 
 logger = logging.getLogger("rkmate")
 
@@ -240,10 +242,11 @@ class Parts(OneBudget):
         kind.calls.append((module, call))
         return result
 
+    @records_apart()
     def _kind_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
         """The kind of a submodule; a new one is captured."""
         key = kind_key(module)
-        if not self._is_named(module):
+        if not is_named(module, self._model, self.named):
             return Kind(type(module).__name__, key)
         alike, sizes = self._alike[key], sizes_in(args, kwargs)
         guards = guards_of(ModuleReader(module), args, kwargs)[0] if any(k.part for k in alike) else None
@@ -277,10 +280,6 @@ class Parts(OneBudget):
     @property
     def _kinds(self) -> list[Kind]:
         return [k for alike in self._alike.values() for k in alike]
-
-    def _is_named(self, module: nn.Module) -> bool:
-        names = [n for n, m in self._model.named_modules() if m is module]
-        return not self.named or any(fnmatchcase(n, pattern) for n in names for pattern in self.named)
 
     def _settings(self, trains: Any) -> Any:
         return replace(self.planning.settings, trains=trains)
@@ -337,7 +336,8 @@ class Parts(OneBudget):
                 early = max(early, level)
             else:
                 alone = max(alone, level)
-        modules = [modules_of(self._model, kind, kinds, self._is_named) for kind in kinds]
+        modules = [modules_of(self._model, kind, kinds, lambda m: is_named(
+            m, self._model, self.named)) for kind in kinds]
         kept = held = extra = 0
         """Bytes that all calls keep as they are, also those that were left out of the step; that they hold
         with plans that compute nothing again; and that one takes on top while its backward runs, at most."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -175,6 +176,12 @@ def kind_key(module: nn.Module) -> object:
     return (type(module), module.training, getattr(forward, "__func__", forward),
             tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()),
             tuple((n, type(m)) for n, m in module.named_modules()))
+
+
+def is_named(module: nn.Module, model: nn.Module, patterns: Sequence[str]) -> bool:
+    """Return whether a submodule has one of the names that were asked for; or none were."""
+    names = [n for n, m in model.named_modules() if m is module]
+    return not patterns or any(fnmatchcase(n, pattern) for n in names for pattern in patterns)
 
 
 def why_not(kinds: Iterable[Kind]) -> str:

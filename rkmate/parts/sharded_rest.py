@@ -17,6 +17,7 @@ from torch import nn
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.torch_seam.modules import submodules_of
+from rkmate.torch_seam.patches.libraries import leave_tensors
 
 GIVEN = "rkmate_given"
 """The keyword under which the rest of a forward gets what sharded modules have returned."""
@@ -62,7 +63,10 @@ class RestOfForward:
             _stubs[stub] = self, unit
 
     def waits_for(self, module: nn.Module) -> bool:
-        """Return whether the results of a module are needed: it is sharded, and no rest runs."""
+        """Return whether the results of a module are needed: it is sharded, and no rest runs. Where hooks of
+        sharded modules may hand tensors to the rest, that runs as it is: they do not run again with it."""
+        if not self.returned and leave_tensors(m for unit in self._stand_ins for m in unit.modules()):
+            return False
         return module in self._stand_ins and self._serving is None
 
     def note(self, module: nn.Module, result: Any) -> int:

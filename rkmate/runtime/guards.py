@@ -32,7 +32,7 @@ from rkmate.runtime.snapshot import (
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import BUFFERS, HOOK_KINDS, PARAMETERS, SUBMODULES
 from rkmate.torch_seam.patches.features import GUARDS
-from rkmate.torch_seam.patches.libraries import is_observer
+from rkmate.torch_seam.patches.libraries import is_observer, recorded_here
 from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
 from rkmate.torch_seam.versions import is_off
 
@@ -92,6 +92,8 @@ class Guards(NamedTuple):
     """Kinds of those tensors among the arguments whose values a library looks at."""
     values: tuple[str, ...] = ()
     """Observations of the inputs' values by the forward, if it looks at them."""
+    records: tuple[Any, ...] = ()
+    """Outputs of submodules that a library records in a call of the model around this one."""
 
 
 class ModuleReader:
@@ -242,7 +244,8 @@ def guards_of(reader: ModuleReader, args: Sequence[Any], kwargs: Mapping[str, An
     autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds)
                      if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
     return Guards(module.flags, module.attributes, shapes, structure, tuple(map(by_content, constants)),
-                  autocast, _kernels(), module.places, torch.get_default_dtype()), tensors
+                  autocast, _kernels(), module.places, torch.get_default_dtype(),
+                  records=recorded_here()), tensors
 
 
 def _kernels() -> tuple[bool, ...]:
@@ -269,6 +272,7 @@ _WORDS = {
     "places": "the shapes, dtypes, devices or strides of parameters or buffers, or which of them are tied",
     "default_dtype": "the default dtype",
     "kinds": "which of its masks are all ones, or which positions are in order",
+    "records": "which outputs of its submodules are recorded (output_hidden_states, output_attentions)",
     "values": "what its forward reads from the values of its inputs, or how many elements they pick",
 }
 

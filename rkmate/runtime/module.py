@@ -37,6 +37,7 @@ from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import waited
 from rkmate.torch_seam.modules import is_sharded
+from rkmate.torch_seam.patches.libraries import records_apart
 from rkmate.torch_seam.trace import inside_fake_mode, inside_transform
 
 # -- Before and after the first step ---------------------------------------------------------------
@@ -197,7 +198,8 @@ class PlannedModule(StandIn):
         if inside_transform():
             raise ArgumentError("a planned module cannot run inside torch.func transforms (vmap, grad, "
                                 "jvp): use the original module (.original) there")
-        return self._run_planned(args, kwargs)
+        with records_apart():
+            return self._run_planned(args, kwargs)
 
     def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call under its plan; as the original where it has none."""

@@ -17,7 +17,7 @@ import rkmate
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, are_equal, steps
+from tests.semantics.ranks import Found, are_equal, steps, whole
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -165,21 +165,59 @@ def _llama(rank: int) -> dict[str, Any]:
         torch.manual_seed(0)
         net = transformers.LlamaForCausalLM(transformers.LlamaConfig(
             vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2))
+            num_key_value_heads=2, attn_implementation="eager"))
         assert net.config.use_cache
         for layer in net.model.layers:
             fully_shard(layer, mesh=_mesh())
         return fully_shard(net, mesh=_mesh())
 
-    def loss(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def loss(net: nn.Module, recorded: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(rank))
-        return lambda _: net(input_ids=ids, labels=ids).loss
+
+        def call(_: torch.Tensor) -> torch.Tensor:
+            out = net(input_ids=ids, labels=ids, output_attentions=recorded)
+            return out.loss + sum(t.square().mean() for t in out.attentions or ())
+        return call
 
     plain, planned = made(), rkmate.apply(made(), **CHOSEN)
-    found = [_steps(loss(net), net, rank) for net in (plain, planned)]
-    whole = [[getattr(t, "full_tensor", lambda t=t: t)() for t in some] for some in found]
-    return {"equal": are_equal(*whole), "planned": [
+    equal = []
+    for recorded in (False, True):
+        found = [_steps(loss(net, recorded), net, rank) for net in (plain, planned)]
+        equal.append(are_equal(*(list(map(whole, some)) for some in found)))
+    return {"equal": all(equal), "planned": [
         rkmate.applied(layer) is not None for layer in planned.model.layers]}
+
+
+class _Collecting(_Net):
+    """Trains what hooks of its layers put into a list that each forward begins anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.found: list[torch.Tensor] = []
+        for layer in self.layers:
+            layer.register_forward_hook(lambda m, args, out: self.found.append(out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.found = []
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.last(x).square().mean() + sum((f.exp().mean() for f in self.found), torch.zeros(()))
+
+
+def _collected(rank: int) -> dict[str, Any]:
+    """Hooks of sharded layers hand tensors to the rest of the forward."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for planned in (False, True):
+        net = _Collecting()
+        for module in (*net.layers, net):
+            fully_shard(module, mesh=_mesh())
+        if planned:
+            rkmate.apply(net, **{**CHOSEN, "budget": 1 << 30})
+        found.append(_steps(net, net, rank))
+    return {"equal": are_equal(*(list(map(whole, some)) for some in found))}
 
 
 def _not_waited_for(rank: int) -> dict[str, Any]:
@@ -206,7 +244,7 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "replicas": _replicas, "distributed input": _distributed_input, "flat": _flat,
     "flat, like the original": _flat_like_the_original,
     "sharded elsewhere": _sharded_elsewhere, "nothing to compute again": _nothing_to_compute_again,
-    "llama": _llama, "not waited for": _not_waited_for}
+    "llama": _llama, "collected": _collected, "not waited for": _not_waited_for}
 
 
 def _of(found: Found, task: str) -> list[dict[str, Any]]:
@@ -278,6 +316,11 @@ def test_layers_that_write_to_a_cache_are_planned(found: Found) -> None:
     pytest.importorskip("transformers")
     for mine in _of(found, "llama"):
         assert mine["equal"] and mine["planned"] == [True, True]
+
+
+def test_tensors_that_hooks_of_layers_hand_to_the_rest_are_trained(found: Found) -> None:
+    for mine in _of(found, "collected"):
+        assert mine["equal"]
 
 
 def test_gradients_of_results_that_nobody_has_waited_for(found: Found) -> None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -276,6 +277,44 @@ def test_hooks_of_a_library_come_and_go() -> None:
     assert any(m._forward_hooks for m in model.modules())       # of the original's own forward
     assert_same_gradients(model, module, lambda run: run(**options).loss)
     assert len(module._plans) == 1
+
+
+@pytest.mark.filterwarnings("ignore::rkmate.RkmateWarning")      # a call that leaves out attentions
+@pytest.mark.parametrize("recorded", [
+    {"output_hidden_states": True}, {"output_hidden_states": [1, -1]}, {"output_attentions": True}],
+    ids=["hidden states", "some hidden states", "attentions"])
+@pytest.mark.parametrize("by", ["layer", "parts"])
+def test_outputs_of_planned_layers_that_a_library_records(by: str, recorded: dict[str, Any]) -> None:
+    """A library's forward makes lists in each call that hooks of planned layers fill, and trains their
+    tensors; a later call makes none."""
+    transformers = pytest.importorskip("transformers")
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, attn_implementation="eager")).train())
+        models[-1].model.norm.register_full_backward_hook(lambda *_: None)
+    settings = rkmate.Settings(costs="analytic")
+    layers = models[1].model.layers
+    for module in (layers if by == "layer" else [models[1]]):
+        rkmate.apply(module, budget=1 << 30, progress=False, settings=settings)
+    i = torch.randint(0, 50, (2, 8))
+    for step in range(4):
+        found = []
+        for model in models:
+            model.zero_grad()
+            out = model(input_ids=i, labels=i, **(recorded if step != 2 else {}))
+            kept = [*(out.hidden_states or ()), *(out.attentions or ())]
+            loss = out.loss + sum(t.square().mean() for t in kept if t is not None)
+            loss.backward()
+            found.append(([t is None for t in kept], [loss.detach(), *(p.grad for p in model.parameters())]))
+        (places, plain), (mine, own) = found
+        assert mine == places and bool(places) == (step != 2)
+        assert torch.equal(own[0], plain[0])
+        # A sum of three gradients may add up in another order.
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(own, plain, strict=True))
+    assert all(rkmate.applied(layer) is not None for layer in layers)
 
 
 class Keeps(nn.Linear):

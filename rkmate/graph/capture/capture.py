@@ -21,7 +21,7 @@ from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.answers import Kinds, Looked, kinds_of
-from rkmate.graph.capture.collectives import values_are_read, without_collectives
+from rkmate.graph.capture.collectives import values_are_read
 from rkmate.graph.capture.effects import (
     Effects,
     collected_again,
@@ -42,7 +42,16 @@ from rkmate.graph.capture.refusals import (
     refuse_sparse,
 )
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
-from rkmate.graph.capture.state import MISSING, Assigned, HostDraws, PythonState, filled, members_of
+from rkmate.graph.capture.state import (
+    MISSING,
+    Assigned,
+    HostDraws,
+    PythonState,
+    complete,
+    filled,
+    members_of,
+    resizes,
+)
 from rkmate.graph.capture.structure import (
     LOCAL,
     Structure,
@@ -70,6 +79,7 @@ from rkmate.torch_seam.patches.autograd import (
     noting_inner_gradients,
 )
 from rkmate.torch_seam.patches.features import INNER, check_once
+from rkmate.torch_seam.patches.libraries import begins_anew
 from rkmate.torch_seam.patches.modules import MadeByFirstCall
 from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW, ChecksByValue
 from rkmate.torch_seam.tensors import storage_id
@@ -247,46 +257,11 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
             raise CaptureError(str(error)) from None
         before = PythonState(model)
         try:
-            _complete(model, args, kwargs)
+            complete(model, args, kwargs)
             return _of_one_call(model, args, kwargs)
         except Exception:               # a model may refuse a second forward before a backward
             before.restore()
             raise CaptureError(str(error)) from None
-
-
-def _complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run a forward, as its first call may make what later ones read (tables, say): that stays. Its random
-    draws, what it writes to buffers, and what it counts up, do not. Raises `CaptureError` where it resizes a
-    buffer, or where a second call returns something else, or writes to a buffer that the first has made."""
-    tensors, structure = take_apart((args, kwargs), result=False)
-    before = [(name, t, t.detach().clone()) for name, t in model.named_buffers()]
-    numbers = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if type(v) in (int, float)]
-    results: list[list[torch.Tensor]] = []
-    counted: list[list[Any]] = []
-    for _ in range(2):
-        with unchanged_random_state(*devices.in_use()), torch.no_grad(), without_collectives():
-            given, named = structure.fill([t.detach().clone() for t in tensors])
-            try:
-                results.append(take_apart(model(*given, **named), result=True)[0])
-            finally:
-                for name, t, value in before:
-                    if t.shape != value.shape:
-                        raise CaptureError(resizes(model, name))
-                    t.copy_(value)
-        counted.append([vars(m).get(k) for m, k, _ in numbers])
-        results[-1] += [t.detach().clone() for _, t in model.named_buffers()]
-    if len(results[0]) != len(results[1]) or not all(map(torch.equal, *results)):
-        raise CaptureError("a second call returns something else")
-    for (m, k, v), first, second in zip(numbers, *counted, strict=True):
-        if first != second:
-            vars(m)[k] = v
-
-
-def resizes(model: nn.Module, name: str) -> str:
-    """Return the message for a buffer that the first call makes larger: the problem, and what to do."""
-    return (f"{type(model).__name__}: the forward resizes the buffer {name!r}, which a captured step would "
-            "not repeat. Where only the first call does so (observers of torch.ao.quantization), call the "
-            "model once before it is wrapped")
 
 
 def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
@@ -362,7 +337,7 @@ def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: d
         if a.new is not MISSING:
             a.holder.__dict__[a.name] = told_apart(a.holder.__dict__[a.name])
     for c in first.effects.collected:
-        if not c.at:
+        if not c.at and not begins_anew(c.filled.held):
             c.filled.repeat()
     try:
         second, again = _capture(model, args, kwargs, first)

@@ -8,6 +8,7 @@ import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import IOBase
@@ -19,8 +20,9 @@ import torch
 from torch import nn
 
 from rkmate import device as devices
-from rkmate.device.random_state import RandomState
+from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import CaptureError
+from rkmate.graph.capture.collectives import without_collectives
 from rkmate.graph.capture.structure import take_apart
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.modules import (
@@ -30,7 +32,7 @@ from rkmate.torch_seam.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
 )
-from rkmate.torch_seam.patches.libraries import names_in
+from rkmate.torch_seam.patches.libraries import begins_anew, names_in
 from rkmate.torch_seam.tensors import FakeTensor
 
 MISSING = object()
@@ -84,7 +86,8 @@ def filled(path: str, place: tuple[int, str], held: Any, old: Any) -> Filled | N
         raise CaptureError(f"the forward puts values into the deque {path}, which a planned step would "
                            "not do again: return them, or put them into a list")
     found = Filled(path, place, held, old, held.copy())
-    return found if found.is_longer or tensors_in(found.changes()) or found.constants() else None
+    is_effect = found.is_longer or tensors_in(found.changes()) or found.constants() or begins_anew(held)
+    return found if is_effect else None
 
 
 def _counts(held: Any, old: Any) -> bool:
@@ -320,6 +323,8 @@ class PythonState:
 
     def _note_members(self, path: str, holder: Any, attributes: Mapping[str, Any]) -> None:
         for k, v in attributes.items():
+            if isinstance(v, ContextVar):
+                self._note(f"{path}.{k}", (id(holder.__dict__), k), v.get(None))
             if k not in REGISTRIES and not (isinstance(holder, nn.RNNBase) and k in WEIGHT_LISTS):
                 self._note(f"{path}.{k}" if path else k, (id(holder.__dict__), k), v)
 
@@ -512,3 +517,37 @@ class BuffersAndDraws:
                 buffer.copy_(value)
         self._draws.restore()
         self._host.restore()
+
+def complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run a forward, as its first call may make what later ones read (tables, say): that stays. Its random
+    draws, what it writes to buffers, and what it counts up, do not. Raises `CaptureError` where it resizes a
+    buffer, or where a second call returns something else, or writes to a buffer that the first has made."""
+    tensors, structure = take_apart((args, kwargs), result=False)
+    before = [(name, t, t.detach().clone()) for name, t in model.named_buffers()]
+    numbers = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if type(v) in (int, float)]
+    results: list[list[torch.Tensor]] = []
+    counted: list[list[Any]] = []
+    for _ in range(2):
+        with unchanged_random_state(*devices.in_use()), torch.no_grad(), without_collectives():
+            given, named = structure.fill([t.detach().clone() for t in tensors])
+            try:
+                results.append(take_apart(model(*given, **named), result=True)[0])
+            finally:
+                for name, t, value in before:
+                    if t.shape != value.shape:
+                        raise CaptureError(resizes(model, name))
+                    t.copy_(value)
+        counted.append([vars(m).get(k) for m, k, _ in numbers])
+        results[-1] += [t.detach().clone() for _, t in model.named_buffers()]
+    if len(results[0]) != len(results[1]) or not all(map(torch.equal, *results)):
+        raise CaptureError("a second call returns something else")
+    for (m, k, v), first, second in zip(numbers, *counted, strict=True):
+        if first != second:
+            vars(m)[k] = v
+
+
+def resizes(model: nn.Module, name: str) -> str:
+    """Return the message for a buffer that the first call makes larger: the problem, and what to do."""
+    return (f"{type(model).__name__}: the forward resizes the buffer {name!r}, which a captured step would "
+            "not repeat. Where only the first call does so (observers of torch.ao.quantization), call the "
+            "model once before it is wrapped")

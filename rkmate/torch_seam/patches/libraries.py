@@ -12,11 +12,12 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -28,6 +29,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from rkmate.torch_seam.modules import forward_hooks_of
 from rkmate.torch_seam.schema import OpOverload, schema_of
 from rkmate.torch_seam.tensors import is_unwrapped, outside_trace
 
@@ -54,6 +56,79 @@ def is_observer(hook: Any) -> bool:
     """
     return getattr(hook, "__module__", None) == _OBSERVERS or \
         getattr(hook, "__name__", None) in _ASKING_FOR_GRADIENTS
+
+
+class _Records(threading.local):
+    """What hooks of transformers record in a part of a forward, in each thread."""
+
+    state: tuple[Any, ...] = ()
+    kept: ClassVar[dict[tuple[Any, ...], tuple[dict[str, Any], threading.RLock]]] = {}
+    """For each state, lists that stay the same objects: each planned forward fills them."""
+    lists: Mapping[str, Any] = {}
+    """Those that are filled now."""
+
+
+_records = _Records()
+
+
+def _collector() -> ContextVar[Any] | None:
+    """Return the variable in which hooks of transformers find where to record."""
+    found = getattr(sys.modules.get(_OBSERVERS), "_active_collector", None)
+    variable = getattr(found, "context_var", None)
+    return variable if isinstance(variable, ContextVar) else None
+
+
+def leave_tensors(modules: Iterable[nn.Module]) -> bool:
+    """Return whether forward hooks of modules may leave tensors somewhere now: the user's own, and those that
+    record outputs in this call."""
+    variable = _collector()
+    is_recording = variable is not None and bool(variable.get())
+    return any(is_recording if is_observer(h) else not str(getattr(h, "__module__", "")).startswith(
+        "torch.distributed.") for m in modules for h in forward_hooks_of(m).values())
+
+
+def recorded_here() -> tuple[Any, ...]:
+    """Return what hooks record inside of `records_apart`: names, and how long the lists are, as far as hooks
+    ask for that."""
+    return _records.state
+
+
+def begins_anew(held: Any) -> bool:
+    """Return whether each forward finds a list as this one has found it: a list of `records_apart`."""
+    return any(held is known for known in _records.lists.values())
+
+
+@contextmanager
+def records_apart() -> Iterator[None]:
+    """Let hooks of transformers record outputs (hidden states, attentions, routers' logits) of a part of a
+    forward in lists of its own, which a plan of the part can fill; the forward's lists get them at the end.
+
+    The forward makes its lists anew in each call, and hooks find them in a context variable."""
+    variable = _collector()
+    active = None if variable is None else variable.get()
+    if variable is None or not isinstance(active, dict):
+        yield
+        return
+    lists = {k: v for k, v in active.items() if isinstance(v, list)}
+    others = {k: v for k, v in active.items() if k not in lists}
+    # Hooks ask whether a list is empty, and with a selection for its length.
+    lengths = {k: len(v) if others else min(1, len(v)) for k, v in lists.items()}
+    before, outer = _records.state, _records.lists
+    state = (before[0] + 1 if before else 1, tuple(lengths.items()), repr(others))
+    own, lock = _records.kept.setdefault(state, ({**{k: [] for k in lists}, **others}, threading.RLock()))
+    with lock:
+        for k, n in lengths.items():
+            own[k][:] = [None] * n
+        token, _records.state, _records.lists = variable.set(own), state, own
+        try:
+            yield
+            for k, n in lengths.items():
+                lists[k].extend(own[k][n:])
+        finally:
+            _records.state, _records.lists = before, outer
+            variable.reset(token)
+            for k in lengths:
+                own[k].clear()
 
 
 def weight_made_by(hook: Any) -> str | None:
