@@ -34,6 +34,7 @@ from rkmate.measure.made_up import (
     at_most_memory,
     chooses,
     counts_from_one,
+    is_empty,
     layout_of,
     made_up,
 )
@@ -508,6 +509,8 @@ class _Runner:
             position = self.program.position[j]
             self.values[j] = result if position is None else result[position]
             self.made[j] = layout_of(self.values[j])
+            if is_empty(self.program.owner[j]):
+                del self.values[j]
 
 
 # -- Measuring within the memory that there is -----------------------------------------------------

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from rkmate.measure.made_up import as_made, layout_of, made_up
+from rkmate.measure.made_up import as_made, is_empty, layout_of, made_up
 
 
 def test_they_have_the_type_and_the_strides_of_what_was_made() -> None:
@@ -20,3 +21,14 @@ def test_they_have_the_type_and_the_strides_of_what_was_made() -> None:
 def test_what_is_as_it_was_made_is_not_copied() -> None:
     value = made_up(torch.empty(3, 4), "data")
     assert as_made(value, layout_of(torch.empty(3, 4))) is value
+
+
+def test_what_nothing_was_written_to_is_empty() -> None:
+    def places(x: torch.Tensor) -> torch.Tensor:
+        order = x.argsort()
+        back = torch.empty_like(order)
+        back[order] = torch.arange(4)
+        return back + x.new_empty(4).long() + torch.zeros_like(order)
+
+    graph = make_fx(places)(torch.randn(4)).graph
+    assert [n.name for n in graph.nodes if is_empty(n)] == ["empty_like", "new_empty"]
