@@ -32,7 +32,7 @@ from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.device.events import before_optimizers
 from rkmate.device.protocol import MeterError
-from rkmate.errors import ArgumentError, InfeasibleBudget, RkmateError
+from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_call_apart
 from rkmate.parts.moments import room_for
@@ -326,8 +326,9 @@ class Sharded(OneBudget):
             try:
                 tail.cache.make(self.provide(tail, key, args, kwargs), args, kwargs)
             except RkmateError as error:
-                logger.info("the rest of the forward of %s, after its last sharded module, runs as it is: %s",
-                            self._type, error)
+                say = logger.info if isinstance(error, CaptureError) else logger.warning
+                say("the rest of the forward of %s, after its last sharded module, runs as it is: %s",
+                    self._type, error)
                 return False
         return True
 
