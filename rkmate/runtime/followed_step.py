@@ -178,8 +178,9 @@ class UnusualSteps:
         return next((p for p in self._model.parameters() if p.requires_grad), None)
 
     def begin(self, plan: Plan, device: torch.device) -> None:
-        """Before the forward of a call."""
-        if not self._remedies or self._clock is None:
+        """Before the forward of a call. Steps whose gradients are in place are not measured: they refuse the
+        hooks that tell when a backward is over."""
+        if not self._remedies or self._clock is None or plan.gradients == "in_place":
             return
         now = self._clock()
         if now is None or not now.is_leaf:      # weights that a step makes are other tensors in the next one

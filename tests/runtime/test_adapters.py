@@ -98,7 +98,7 @@ def test_a_step_without_effects_has_one_adapter() -> None:
 # -- Observations of the values of inputs ----------------------------------------------------------
 
 NOTHING: Any = None
-KEY = Guards(*(NOTHING,) * len(Guards._fields[:-1]))
+KEY = Guards(**{name: NOTHING for name in Guards._fields if name not in Guards._field_defaults})
 
 
 def _read(known: Observations, key: Guards, tensors: list[torch.Tensor]) -> tuple[Guards, list[torch.Tensor]]:

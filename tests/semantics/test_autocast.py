@@ -167,6 +167,12 @@ def test_bits(operation: str, region: str) -> None:
         return (out.float() * torch.arange(out.numel()).view_as(out)).sum()
 
     with torch.autocast("cpu", torch.bfloat16, enabled=region == "around"):
+        try:
+            copy.deepcopy(model)(x)
+        except RuntimeError as error:
+            if "primitive descriptor" not in str(error):
+                raise
+            pytest.skip("this processor has no such kernel in half precision")
         original, module = copy.deepcopy(model), planned(model, x)
     assert_equal(gradients(original, original, loss), gradients(model, module, loss))     # both move buffers
 

@@ -90,6 +90,17 @@ def test_a_parameter_that_is_none_of_its_own() -> None:
         loss.backward()
 
 
+def test_steps_of_several_calls_are_not_measured() -> None:
+    """Measuring takes hooks, which gradients in place refuse."""
+    model = tower()
+    module = planned(model, X, gradients="in_place", calls=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        (module(X).sum() + module(2 * X).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
 def test_replicas_are_refused() -> None:
     model, module = wrapped()
     with mock.patch.object(DistributedDataParallel, "_active_ddp_module", model), \
