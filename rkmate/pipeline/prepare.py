@@ -198,7 +198,7 @@ class Prepared:
         """The device of the model."""
         return self.blocked.traced.device
 
-    @property
+    @functools.cached_property
     def beside(self) -> int:
         """Bytes in memory during the planned step that are not part of it: values of inputs that are computed
         before the step, what is kept to undo a forward or to run it again, and what the caller holds."""
@@ -401,13 +401,13 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
         {**blocked.stage_seconds, "measure": time.perf_counter() - start})
 
 
-@planning_lock
 def estimated(blocked: Blocked) -> Prepared:
     """Return a graph with costs that are estimated, whatever the settings say: nothing is measured."""
     costs = analytic_costs(blocked.partition)
     return with_operation_costs(blocked, [costs[i] for i in range(len(costs))])
 
 
+@planning_lock
 def measured_costs(blocked: Blocked, memory: CostMemory, settings: MeasureSettings,
                    limit: Callable[[Blocked], int] | None) -> Costs:
     """Compile what is to be compiled, and measure each operation that `memory` does not know. `limit`: the

@@ -33,6 +33,7 @@ from torch import nn
 from rkmate.errors import RankError, RkmateError, sendable
 from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.analytic import Costs
+from rkmate.pipeline.origin import shape_of
 from rkmate.pipeline.prepare import Blocked, Traced, block, cost_memory, measured_costs
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import named
@@ -102,8 +103,7 @@ def _own(module: nn.Module) -> str:
 
 
 def _tensor(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on " \
-        f"{str(tensor.device).partition(':')[0]}"
+    return f"{shape_of(tensor)} on {str(tensor.device).partition(':')[0]}"
 
 
 def _plain(value: Any) -> str:
@@ -242,6 +242,9 @@ class Ranks:
             texts = self._exchanged("")
         self._refuse_failures(["" if text.startswith("[") else text for text in texts])
         rows = [list(map(read_cost, json.loads(text))) for text in texts if text]
+        if any(len(row) != len(mine) for row in rows):
+            raise RankError("the ranks have measured graphs with different numbers of operations: they train "
+                            "different models, or run different versions")
         return {i: functools.reduce(_larger, (row[i] for row in rows), cost) for i, cost in mine.items()}
 
     def measure_too(self, said: str, traced: Traced, limit: Callable[[Blocked], int]) -> None:

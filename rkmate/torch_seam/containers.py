@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from types import BuiltinMethodType, FunctionType, MethodType
+from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -76,20 +75,17 @@ def tensors_behind(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def _held_by_cells(function: FunctionType) -> list[Any]:
-    found = []
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):           # a variable that has no value yet
-            found.append(cell.cell_contents)
-    return found
+def closed_over(function: FunctionType) -> list[Any]:
+    """Return what a function closes over, without variables that have no value yet."""
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
 
 
 def _behind(item: Any) -> list[Any]:
     if isinstance(item, FunctionType):
-        return [*_held_by_cells(item), *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+        return [*closed_over(item), *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
     if isinstance(item, BuiltinMethodType):
         return [item.__self__]
     return [item()] if isinstance(item, weakref.ref) else []
 
 
-__all__ = ["PLAIN", "attributes_in", "objects_in", "pytree", "tensors_behind", "tensors_in"]
+__all__ = ["PLAIN", "attributes_in", "closed_over", "objects_in", "pytree", "tensors_behind", "tensors_in"]

@@ -24,7 +24,7 @@ from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.collectives import without_collectives
 from rkmate.graph.capture.structure import take_apart
-from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.containers import closed_over, tensors_in
 from rkmate.torch_seam.modules import (
     HOOKS,
     REGISTRIES,
@@ -275,7 +275,7 @@ def _functions_of(modules: Sequence[nn.Module]) -> tuple[FunctionType, ...]:
         names = names_in(function.__code__)
         todo += [getattr(kind, k, None) for k in names]
         todo += [function.__globals__.get(k) for k in names]
-        todo += [c.cell_contents for c in function.__closure__ or () if c != CellType()]
+        todo += closed_over(function)
     return tuple(found.values())
 
 

@@ -65,7 +65,7 @@ class _Records(threading.local):
     kept: ClassVar[dict[tuple[Any, ...], tuple[dict[str, Any], threading.RLock]]] = {}
     """For each state, lists that stay the same objects: each planned forward fills them."""
     lists: Mapping[str, Any] = {}
-    """Those that are filled now."""
+    """The lists that hooks fill now."""
 
 
 _records = _Records()
