@@ -242,10 +242,9 @@ class Ranks:
             texts = self._exchanged("")
         self._refuse_failures(["" if text.startswith("[") else text for text in texts])
         rows = [list(map(read_cost, json.loads(text))) for text in texts if text]
-        if any(len(row) != len(mine) for row in rows):
-            raise RankError("the ranks have measured graphs with different numbers of operations: they train "
-                            "different models, or run different versions")
-        return {i: functools.reduce(_larger, (row[i] for row in rows), cost) for i, cost in mine.items()}
+        # A rank with another graph refuses the plan, and says why: its costs do not count here.
+        return {i: functools.reduce(_larger, (row[i] for row in rows if len(row) == len(mine)), cost)
+                for i, cost in mine.items()}
 
     def measure_too(self, said: str, traced: Traced, limit: Callable[[Blocked], int]) -> None:
         """Measure the graph that the first rank measures, and tell it the costs. `said`: its words about the
