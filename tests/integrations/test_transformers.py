@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rkmate
-from rkmate.runtime import module as modules
+from rkmate import device as devices
 from tests.device.fake import Ledger
 from tests.options import options_of
 from tests.semantics.steps import Tower
@@ -96,7 +96,7 @@ def test_without_transformers_it_says_what_is_missing(monkeypatch: pytest.Monkey
 def test_what_the_first_step_took_is_known_where_the_device_counts(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     counted = Ledger()
-    monkeypatch.setattr(modules, "statistics_of", lambda device: counted)
+    monkeypatch.setattr(devices.of(X.device), "statistics", counted)
     made, model = callback(), Tower()
     told(made, "on_train_begin", model)
     out = model(X)
