@@ -8,6 +8,8 @@ SHELL := /bin/bash
 export PYTHONDONTWRITEBYTECODE :=
 PY := $(VENV)/bin/python
 WORKERS ?= 2
+# Folders whose long tests `make long` runs.
+LONG ?= tests
 
 # Workers side by side on few cores: threads inside operations would only fight for them, and with one
 # thread the order of additions, and so each bit of the results, is the same everywhere.
@@ -60,7 +62,7 @@ test: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow and not long" tests
 
 long: $(VENV)/.installed-test
-	$(PYTEST) -m "long and not slow" tests
+	$(PYTEST) -m "long and not slow" $(LONG)
 
 slow: $(VENV)/.installed-test
 	RKMATE_NEW_EXAMPLES=1 $(PYTEST) -m "slow or not slow" tests
