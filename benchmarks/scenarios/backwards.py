@@ -269,7 +269,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     plain("projected gradients", _projected, 0.7),
     plain("balanced gradients", _balanced, 1.0),
     plain("losses in turn", lambda: _in_turn(blocks(), lambda x: x.square().mean(),
-                                            lambda x: F.cross_entropy(x, torch.arange(128) % 32))),
+                                             lambda x: F.cross_entropy(x, torch.arange(128) % 32))),
     plain("heads in turn", lambda: _in_turn(Heads(), lambda x: x[0].square().mean(),
-                                           lambda x: x[1].square().mean())),
+                                            lambda x: x[1].square().mean())),
 )

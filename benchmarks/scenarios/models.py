@@ -28,8 +28,6 @@ SPEECH = {**ENCODER, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel":
           "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2,
           "classifier_proj_size": 16, "mask_time_length": 2}
 WHISPER = {**BOTH, "num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32}
-TOWERS = {"text_config": {**ENCODER, "projection_dim": 16}, "vision_config": {**VISION, "projection_dim": 16},
-          "projection_dim": 16}
 RESNET = {"embedding_size": 16, "hidden_sizes": [16, 24, 32], "depths": [1, 2, 1], "layer_type": "basic"}
 DETR = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_queries": 10,

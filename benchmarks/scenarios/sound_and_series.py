@@ -43,7 +43,7 @@ BATCHES.update({
     "tones": lambda: {"input_values": torch.randn(2, 1, 640)},
     "spectra of 8": lambda: {**marked(10), "input_features": torch.randn(2, 16, 40)},
     "audio of qwen": lambda: {**marked(10), "input_features": torch.randn(2, 16, 40),
-                                    "feature_attention_mask": torch.ones(2, 40).long()},
+                              "feature_attention_mask": torch.ones(2, 40).long()},
     "read aloud": lambda: {"input_ids": ids(8, 2), "attention_mask": torch.ones(2, 8).long(),
                            "labels": torch.randn(2, 12, 16),
                            "speaker_embeddings": torch.randn(2, 16)},

@@ -154,17 +154,15 @@ ROWS: tuple[Architecture, ...] = (
         "num_labels": 2}, "segmented", 0.6),
     ("dpt", "DPTForSemanticSegmentation", "DPT", {
         **VISION, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3],
-        "neck_hidden_sizes": [8, 16, 16, 32],
-        "fusion_hidden_size": 16, "num_labels": 2}, "depth", 0.6),
+        "neck_hidden_sizes": [8, 16, 16, 32], "fusion_hidden_size": 16, "num_labels": 2}, "depth", 0.6),
     ("maskformer", "MaskFormerForInstanceSegmentation", "MaskFormer", {
         "backbone_config": STAGED, "fpn_feature_size": 32, "mask_feature_size": 32, "num_labels": 5,
         "decoder_config": {"model_type": "detr", **{k: v for k, v in DETECTOR.items() if k not in (
             "backbone_config", "num_labels")}}}, "outlined", 0.6),
     ("mask2former", "Mask2FormerForUniversalSegmentation", "Mask2Former", {
-        "backbone_config": STAGED,
-        "feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "encoder_feedforward_dim": 64,
-        "encoder_layers": 2, "decoder_layers": 3, "num_attention_heads": 2, "dim_feedforward": 64,
-        "num_queries": 10, "train_num_points": 64, "num_labels": 5}, "outlined", 0.7),
+        "backbone_config": STAGED, "feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32,
+        "encoder_feedforward_dim": 64, "encoder_layers": 2, "decoder_layers": 3, "num_attention_heads": 2,
+        "dim_feedforward": 64, "num_queries": 10, "train_num_points": 64, "num_labels": 5}, "outlined", 0.7),
     ("eomt", "EomtForUniversalSegmentation", "Eomt", {
         **VISION, "image_size": 64, "patch_size": 16, "num_blocks": 1, "num_queries": 8, "mlp_ratio": 2,
         "train_num_points": 64, "num_upscale_blocks": 1, "num_labels": 5}, "outlined", 0.6),
