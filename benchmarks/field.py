@@ -15,10 +15,8 @@ The outcome is
 - *skipped*: a library is not installed.
 
 Rows are appended to ``--rows FILE`` (JSON, one row a line; benchmarks/field.jsonl unless given): what is
-there is not run again. ``--write`` makes docs/field.md of that file. The scenarios are rows of a table
-(`field_scenarios.py`, `field_architectures.py`, `field_newer.py`, `field_text.py`, `field_vision.py`,
-`field_sound.py`, `field_loops.py`, `field_losses.py`, `field_tuning.py`, `field_further.py`,
-`field_more.py`, `field_latest.py`, `field_numbers.py`).
+there is not run again. ``--write`` makes docs/field.md of that file. `scenarios/` has a module of
+scenarios for each subject.
 
 Usage: python benchmarks/field.py --libraries torch peft --names llama
 """
@@ -28,6 +26,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import importlib
 import importlib.util
 import logging
 import random
@@ -42,30 +41,18 @@ from pathlib import Path
 
 import torch
 from beside import add_row, read_rows
-from field_architectures import SCENARIOS as MORE
-from field_further import SCENARIOS as FURTHER
-from field_latest import SCENARIOS as LATER
-from field_loops import SCENARIOS as LOOPS
-from field_losses import SCENARIOS as LOSSES
-from field_more import SCENARIOS as LATEST
-from field_newer import SCENARIOS as NEWER
-from field_numbers import SCENARIOS as NUMBERS
-from field_scenarios import SCENARIOS as FIRST
-from field_scenarios import Scenario, Task
-from field_sound import SCENARIOS as SOUND
-from field_text import SCENARIOS as TEXT
-from field_tuning import SCENARIOS as TUNING
-from field_vision import SCENARIOS as VISION
 from peers import DOCS
+from scenarios.base import Scenario, Task
 
 import rkmate
 from rkmate.measure.step import measure_step
 
 PAGE, ROWS = DOCS / "field.md", Path(__file__).with_name("field.jsonl")
-SCENARIOS = tuple(sorted((
-    *FIRST, *MORE, *NEWER, *TEXT, *VISION, *SOUND, *LOOPS, *LOSSES, *TUNING, *FURTHER,
-    *LATEST, *LATER, *NUMBERS), key=lambda s: [
-    r.library for r in FIRST].index(s.library) if any(r.library == s.library for r in FIRST) else len(FIRST)))
+MODULES = ("layers", "backwards", "losses", "state", "loops", "ways", "text", "images_and_text",
+           "sound_and_series", "adapters", "diffusion", "vision", "volumes_and_graphs", "trainers")
+"""Of `scenarios/`, in the order of docs/field.md."""
+SCENARIOS: tuple[Scenario, ...] = tuple(
+    s for module in MODULES for s in importlib.import_module(f"scenarios.{module}").SCENARIOS)
 STEPS = 3
 """Training steps of each of the two runs."""
 

@@ -17,23 +17,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from beside import add_row, options_of, peak_of, read_rows, step, write_between
 from field import Notices, seed_all
-from field_scenarios import (
-    DETR,
-    SPEECH,
-    TOWERS,
-    WHISPER,
-    Task,
-    by_features,
-    calling,
-    coded,
-    ids,
-    made,
-)
+from scenarios.base import Task
+from scenarios.diffusion import coded
+from scenarios.images_and_text import TOWERS, by_features
+from scenarios.models import DETR, SPEECH, WHISPER, calling, ids, made
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -151,16 +142,9 @@ def _spoken() -> Task:
 def _seen() -> Task:
     model = made("DetrForObjectDetection", "Detr", {
         **DETR, "d_model": 64, "encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 256,
-        "decoder_ffn_dim": 256, "backbone_config": _backbone()})
+        "decoder_ffn_dim": 256})
     return calling(model, {"pixel_values": torch.randn(2, 3, 192, 192), "labels": [
         {"class_labels": torch.randint(0, 5, (n,)), "boxes": 0.3 + 0.2 * torch.rand(n, 4)} for n in (2, 3)]})
-
-
-def _backbone() -> Any:
-    import transformers
-
-    return transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 24, 32], depths=[1, 2, 1],
-                                     layer_type="basic", out_features=["stage3"])
 
 
 def _read() -> Task:

@@ -428,7 +428,9 @@ def test_scenarios_of_the_field(on_the_path: None, tmp_path: Path) -> None:
     assert "rkmate.apply(model, budget=0.7)" in found["mlp"].lines
     page = field.page(list(found.values()))
     assert "| torch | 2 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |" in page and page.count("`rkmate.apply(model") == 3
-    assert len({(s.library, s.name) for s in field.SCENARIOS}) == len(field.SCENARIOS) >= 150
+    assert len({(s.library, s.name) for s in field.SCENARIOS}) == len(field.SCENARIOS) >= 550
+    files = {p.stem for p in (BENCHMARKS / "scenarios").glob("*.py")}
+    assert files == {*field.MODULES, "__init__", "base", "models"}
     assert field.main(given) == list(found.values()), "what is there is not run again"
 
 
