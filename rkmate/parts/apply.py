@@ -43,6 +43,7 @@ from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import (
     COMPILED_CALL,
     compiled_call,
+    has_call_of_class,
     is_compiled_in_place,
     is_sharded,
     own_call,
@@ -233,9 +234,10 @@ class PlannedCall:
 
     def plan_now(self, training: bool | None, args: tuple[Any, ...], kwargs: dict[str, Any],
                  plan: Plan | None) -> None:
-        """Plan a sample call as a whole, unless that is left to the first step: by parts. The module is left
-        as it was where an error is raised."""
-        if self.parts is not None and self.parts.named:
+        """Plan a sample call as a whole, unless that is left to the first step: by parts, and where a
+        ``__call__`` of the module's class decides what the planned call gets. The module is left as it was
+        where an error is raised."""
+        if (self.parts is not None and self.parts.named) or has_call_of_class(self._model):
             return
         try:
             with flags_to_plan(self._model, training):

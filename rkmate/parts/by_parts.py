@@ -192,8 +192,8 @@ class Parts(OneBudget):
         self._seen.add(id(module))
         if not self._inside:                    # by a method of the model, or by whoever holds the submodule
             self._next_step(may_go_on=True)
-            if not isinstance(compiled_call(module), Watch):
-                return module(*args, **kwargs)  # planned now
+            if not isinstance(now := compiled_call(module), Watch):
+                return (now or call)(*args, **kwargs)       # planned now
         if self._is_planned:                    # it was in no step before: the next one is observed
             self._again = True
             return call(*args, **kwargs)

@@ -118,9 +118,15 @@ class ModuleReader:
             for f in held:
                 if f.place not in whole:
                     written.setdefault(f.place, {})[id(f.held)] = f.replaced()
+            members = {c.number.attribute: c.number.holder for c in effects.numbers if c.number.attribute}
+            for n in (c.number for c in effects.numbers):
+                if n.attribute and n.attribute not in whole:
+                    in_dictionaries = written.setdefault(n.attribute, {})
+                    in_dictionaries[id(n.holder)] = {**in_dictionaries.get(id(n.holder), {}), n.key: n.old}
             self._attributes.leave_out({**{w.place: w.assigned.old for w in effects.attributes},
                                         **{n.number.place: n.number.old for n in effects.numbers},
-                                        **{f.place: f.held for f in held}}, written)
+                                        **{f.place: f.held for f in held},
+                                        **members}, written)
             self._walk = None
         if captured.assigned:
             self._attributes.follow(captured.assigned)

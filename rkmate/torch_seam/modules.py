@@ -112,6 +112,18 @@ def own_call(module: nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
+def has_call_of_class(module: nn.Module) -> bool:
+    """Return whether a module's class has a ``__call__`` of its own."""
+    return type(module).__call__ is not nn.Module.__call__
+
+
+def planned_part_of_call(module: nn.Module) -> Callable[..., Any]:
+    """Return what a plan of a module's call replaces: the module itself, or, if a plan has been put inside of
+    the module (`rkmate.apply`), its call without what a ``__call__`` of its class adds to it."""
+    call = compiled_call(module)
+    return call if call is not None and getattr(call, "is_planned", False) else module
+
+
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor],
                      recurse: bool = True) -> None:
     """Replace a module's parameters and buffers by what a function makes of them (`Module.to`, say)."""

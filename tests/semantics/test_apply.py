@@ -213,6 +213,26 @@ def test_what_a_library_puts_in_the_place_of_forward_is_planned() -> None:
         assert torch.equal(model(X), 2 * Tower.forward(model, X))
 
 
+class Doubled(Tower):
+    """A class that adds to what a call does, and takes other arguments than its forward."""
+
+    def __call__(self, x: torch.Tensor, *, halves: bool = False) -> torch.Tensor:
+        return 1 + super().__call__(2 * x[:128] if halves else 2 * x)
+
+
+@pytest.mark.parametrize("sample", [None, (X,)])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_call_of_the_class_happens_once(inside: bool, sample: tuple[torch.Tensor] | None) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Doubled()) if inside else Doubled()
+    twin = copy.deepcopy(model)
+    applied(model, args=sample)
+    halves: Callable[[Any], torch.Tensor] = lambda run: run(X, halves=True).sum()  # noqa: E731
+    losses = [total] if inside else [total, halves, lambda run: run.forward(X).sum()]
+    for loss in losses:
+        same_step(twin, model, loss)
+    assert plan_of(model).peak_bytes > 0
+
+
 def test_an_object_that_keeps_results_of_the_planned_forward(caplog: pytest.LogCaptureFixture) -> None:
     """As a loss of several widths puts one into a model for a step: the first width calls the forward."""
     class Keeping:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from collections import Counter, deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -64,14 +67,23 @@ def test_numbers_that_a_forward_reads_and_hands_on() -> None:
     assert trained(None) == trained(1.0)
 
 
-def test_computing_with_such_a_number_is_refused() -> None:
-    class Scales(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = super().forward(x)
-            return x / x.abs().max().item()
+def _rounded(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.last = round(x.sum().item(), 2)       # type: ignore[assignment]
+    return x
 
-    with pytest.raises(CaptureError, match=r"test_numbers.py:\d+: return x / .* value of a tensor decides"):
-        rkmate.wrap(Scales(4, 4), (torch.randn(2, 4),), budget=1.0, progress=False)
+
+@pytest.mark.parametrize(("forward", "said"), [
+    (lambda model, x: x / x.abs().max().item(), r"test_numbers.py:\d+: .* value of a tensor decides"),
+    (lambda model, x: (x, float(x.sum())), r"tensor decides .* tensor.item\(\) or tensor.tolist\(\)"),
+    (lambda model, x: (x, f"{x.sum():.2f}"), r"value of a tensor into a text: return or keep the number"),
+    (_rounded, r"keeps a number .* compute with it outside")])
+def test_computing_with_such_a_number_is_refused(forward: Any, said: str) -> None:
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return forward(self, super().forward(x))
+
+    with pytest.raises(CaptureError, match=said):
+        rkmate.wrap(Reads(4, 4), (torch.randn(2, 4),), budget=1.0, progress=False)
 
 
 def _endless() -> Iterator[float]:
@@ -126,6 +138,7 @@ class Notes(nn.Linear):
     def __init__(self, way: str) -> None:
         super().__init__(4, 4)
         self.way, self.calls, self.seen = way, 0, [] if way != "ring" else deque[Any](maxlen=2)
+        self.stats: dict[str, Any] = {"calls": 0, "rate": 0.5, "inside": {"rows": 0}, "last": 0.0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         global STEP
@@ -139,6 +152,12 @@ class Notes(nn.Linear):
             Elsewhere.rate *= 0.5
         elif self.way == "sizes":
             self.seen.append(x.shape[0])
+        elif self.way == "dictionary":
+            self.stats["calls"] += 1
+            self.stats["rate"] = 0.25
+            self.stats["inside"]["rows"] += x.shape[0]
+            self.stats["last"], self.stats["done"] = y.sum().item(), True
+            self.stats["mean"] = y.detach().mean()
         elif self.way in ("numbered", "list"):
             self.seen.append((self.calls, y.detach().sum()) if self.way == "numbered" else self.calls)
             self.calls += 1
@@ -148,11 +167,11 @@ class Notes(nn.Linear):
 
 
 def _noted(model: Notes) -> Any:
-    return STEP, Elsewhere.calls, Elsewhere.rate, model.calls, model.seen
+    return STEP, Elsewhere.calls, Elsewhere.rate, model.calls, model.seen, repr(model.stats)
 
 
 @pytest.mark.filterwarnings("error::rkmate.RkmateWarning")
-@pytest.mark.parametrize("way", ["global", "class", "sizes"])
+@pytest.mark.parametrize("way", ["global", "class", "sizes", "dictionary"])
 def test_counts_that_nothing_reads_are_what_they_are_without_a_plan(way: str) -> None:
     def counted(budget: float | None) -> Any:
         global STEP
@@ -177,6 +196,109 @@ def test_notes_that_differ_from_call_to_call_are_refused(way: str, why: str) -> 
     with pytest.raises(CaptureError, match=why):
         rkmate.wrap(model, (torch.ones(2, 4),), budget=1.0, progress=False)
     assert _noted(model) == before
+
+
+@pytest.mark.parametrize("asks", [lambda n: n * 2 > 8, lambda n: 5 - n < 1, lambda n: int(n) & 3 == 3])
+@pytest.mark.parametrize("place", ["attribute", "float", "dictionary", "class", "global"])
+def test_counts_that_decide_in_a_later_call_are_refused(place: str, asks: Any) -> None:
+    """In the calls that are traced, they decide as in the first one."""
+    class Turns(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.calls, self.sum, self.stats = 0, 0.0, {"calls": 0}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            global STEP
+            if place == "attribute":
+                self.calls += 1
+            elif place == "float":
+                self.sum += 1.0
+            elif place == "dictionary":
+                self.stats["calls"] += 1
+            elif place == "class":
+                Elsewhere.calls += 1
+            else:
+                STEP += 1
+            n = {"attribute": self.calls, "float": self.sum, "dictionary": self.stats["calls"],
+                 "class": Elsewhere.calls, "global": STEP}[place]
+            return super().forward(x * 2 if asks(n) else x)
+
+    global STEP
+    STEP = Elsewhere.calls = 0
+    model = Turns()
+    with pytest.raises(CaptureError, match=r"the forward (changes|assigns) "):
+        rkmate.wrap(model, (torch.ones(2, 4),), budget=1.0, progress=False)
+    assert (model.calls, model.sum, model.stats, Elsewhere.calls, STEP) == (0, 0.0, {"calls": 0}, 0, 0)
+
+
+class Slots:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def _with_default(count: list[int] = [0]) -> int:       # noqa: B006
+    count[0] += 1
+    return count[0]
+
+
+def _advanced(held: Any) -> int:
+    """Change a state, and return a number that depends on it."""
+    if isinstance(held, random.Random):
+        return held.choice([1, 2])
+    if isinstance(held, np.random.Generator):
+        return int(held.integers(1, 3))
+    if isinstance(held, set):
+        held.add(len(held))
+        return len(held)
+    if isinstance(held, (np.ndarray, bytearray)):
+        held[0] += 1
+        return int(held[0])
+    if callable(held):
+        return int(held())
+    of = held if isinstance(held, Slots) else held.inside
+    of.calls += 1
+    return int(of.calls)
+
+
+@pytest.mark.parametrize(("held", "named"), [
+    (lambda: random.Random(0), "the random generator held"), (set, "the set held"), (Slots, "the Slots held"),
+    (lambda: np.random.default_rng(0), "the random generator held"),
+    (lambda: np.zeros(1), "the ndarray held"),
+    (lambda: bytearray(1), "the bytearray held"),
+    (lambda: SimpleNamespace(inside=SimpleNamespace(calls=0)), "the SimpleNamespace held.inside"),
+    (lambda: _with_default, "the list of a default of _with_default")])
+def test_a_state_that_no_plan_can_see_is_refused(held: Any, named: str) -> None:
+    class Keeps(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * _advanced(self.held)
+
+    model, x = Keeps(4, 4), torch.ones(2, 4)
+    model.held = held()
+    twin = Keeps(4, 4)
+    twin.load_state_dict(model.state_dict())
+    twin.held = held()
+    with pytest.raises(CaptureError, match=f"Keeps: the forward changes {named}; "):
+        rkmate.wrap(model, (x,), budget=1.0, progress=False)
+    _with_default.__defaults__[0][0] = 0        # type: ignore[index]
+    first = [twin(x) for _ in range(4)]
+    _with_default.__defaults__[0][0] = 0        # type: ignore[index]
+    assert all(torch.equal(model(x), y) for y in first), "a trace leaves the state as it was"
+
+
+@pytest.mark.filterwarnings("error::rkmate.RkmateWarning")
+def test_a_state_that_a_first_call_completes_is_planned() -> None:
+    class Seen(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.shapes.add(x.shape)
+            return super().forward(x)
+
+    model = Seen(4, 4)
+    model.shapes = set[Any]()
+    planned = rkmate.wrap(model, (torch.ones(2, 4),), budget=1.0, progress=False)
+    planned(torch.ones(2, 4)).sum().backward()
+    assert len(planned._plans) == 1
 
 
 @pytest.mark.parametrize("way", WAYS)

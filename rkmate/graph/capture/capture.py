@@ -32,6 +32,7 @@ from rkmate.graph.capture.effects import (
     repeated,
     told_apart,
 )
+from rkmate.graph.capture.hidden import Hidden
 from rkmate.graph.capture.opaque import Opaque, with_opaque
 from rkmate.graph.capture.recipe import Recipe
 from rkmate.graph.capture.refusals import (
@@ -43,9 +44,11 @@ from rkmate.graph.capture.refusals import (
 )
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
 from rkmate.graph.capture.state import (
+    COUNTS,
     MISSING,
     Assigned,
     HostDraws,
+    Number,
     PythonState,
     complete,
     filled,
@@ -69,7 +72,13 @@ from rkmate.graph.capture.values import (
 )
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import as_dtensors, local_names, local_parameters, local_results
-from rkmate.torch_seam.modules import HOOKED, buffers_by_path, buffers_of, parameters_by_path
+from rkmate.torch_seam.modules import (
+    HOOKED,
+    buffers_by_path,
+    buffers_of,
+    parameters_by_path,
+    planned_part_of_call,
+)
 from rkmate.torch_seam.nodes import VALUE, descriptor
 from rkmate.torch_seam.patches.autograd import (
     ClosedOverError,
@@ -195,7 +204,7 @@ class _Flat(nn.Module):
         members = members_of(args, kwargs)
         with repaired("forward", self.model), nullcontext() if is_off(INNER) else \
                 noting_inner_gradients(self.found.note_gradient), as_dtensors(), self._told(tensors):
-            out, placed = local_results(self.model(*args, **kwargs))
+            out, placed = local_results(planned_part_of_call(self.model)(*args, **kwargs))
         changed = [(k, held) for k, (held, ids) in self._inputs.held_by_objects(args, kwargs).items()
                    if ids != before[k][1]]
         flat, structure = take_apart(out, result=True)
@@ -290,8 +299,13 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         # A second trace from where the first has left the attributes: an equal graph means that the
         # forward does not read what it keeps.
         collected, numbers = result.effects.collected, [(n, n.now()) for n in before.numbers_left()]
-        effects = _repeated(result, model, args, kwargs, start, assigned) \
-            if assigned or collected or numbers else result.effects
+        hidden = before.hidden_changes()
+        effects = _repeated(result, model, args, kwargs, start, assigned, numbers, hidden) \
+            if assigned or collected or numbers or hidden else result.effects
+        again = [h for h in hidden if h.has_changed()]
+        if again or (hidden and effects is None and not (assigned or collected or numbers)):
+            name = type(model).__name__
+            raise CaptureError(f"{name}: the forward changes {(again or hidden)[0]}; {COUNTS}")
         counts = counted(type(model).__name__, numbers, bool(assigned or collected) or effects is not None)
         if effects is None:
             names = ", ".join(dict.fromkeys([*(a.path for a in assigned[:5]),
@@ -326,11 +340,12 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-              before: PythonState, assigned: Sequence[Assigned]) -> Effects | None:
-    """Return the changes that each forward leaves behind; None where a second one does something else."""
+              before: PythonState, assigned: Sequence[Assigned],
+              numbers: Sequence[tuple[Number, Any]], hidden: Sequence[Hidden]) -> Effects | None:
+    """Return the changes that each forward leaves behind; None where a second one does something else.
+    `numbers`: those that the first has changed, each with what it has made of it. `hidden`: likewise."""
     left = PythonState(model)
     before.restore()
-    left.restore_numbers()
     left.restore_hooks()              # those that the first trace has installed belong to it
     for a in assigned:
         a.repeat()
@@ -339,6 +354,10 @@ def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: d
     for c in first.effects.collected:
         if not c.at and not begins_anew(c.filled.held):
             c.filled.repeat()
+    for number, new in numbers:
+        number.assign(told_apart(new))
+    for h in hidden:
+        h.restore()
     try:
         second, again = _capture(model, args, kwargs, first)
     except CaptureError:

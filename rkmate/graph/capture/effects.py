@@ -13,6 +13,7 @@ import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from types import MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
@@ -114,8 +115,8 @@ class Collected:
 
 @dataclass(frozen=True)
 class Counted:
-    """A number of a class, a global one, or one of an enclosing function that each forward changes, and does
-    not read."""
+    """A number of a class, in a dictionary, a global one, or one of an enclosing function that each forward
+    changes, and does not read."""
 
     number: Number
     new: Any
@@ -135,7 +136,8 @@ def counted(name: str, numbers: Sequence[tuple[Number, Any]], alike: bool) -> tu
     found = []
     for number, new in numbers:
         now, step = number.now(), _step(number.old, new)
-        if not alike or (now != new and (step is None or step != _step(new, now))):
+        asked = isinstance(now, Watched) and now.was_asked
+        if not alike or asked or (now != new and (step is None or step != _step(new, now))):
             raise CaptureError(f"{name}: the forward changes {number.name}; {COUNTS}")
         found.append(Counted(number, new, None if now == new else step))
     return tuple(found)
@@ -306,20 +308,19 @@ def is_state(assigned: Assigned) -> bool:
 
 def told_apart(value: Any) -> Any:
     """An equal value that is another object, so that its being assigned again is seen."""
-    if type(value) is int:
-        return Watched(value)
-    if type(value) is float:
-        return float.fromhex(value.hex())
+    if type(value) in _WATCHED:
+        return _WATCHED[type(value)](value)
     if type(value) is str:
         return "".join([*value, ""]) if len(value) > 1 else value
     return (*value,) if type(value) is tuple and value and value is not (*value,) else value
 
 
-class Watched(int):
-    """A number that tells whether it was asked for: compared, taken for true, or divided."""
+class Watched:
+    """A number that tells whether it was asked for: compared, converted, or computed with other than by
+    adding to it."""
 
-    def __new__(cls, value: int, asked: list[None] | None = None) -> Watched:
-        made = super().__new__(cls, value)
+    def __new__(cls, value: Any, asked: list[None] | None = None) -> Watched:
+        made = super().__new__(cls, value)      # type: ignore[call-arg]
         made._asked = [] if asked is None else asked
         return made
 
@@ -331,25 +332,38 @@ class Watched(int):
         return bool(self._asked)
 
 
-def _counting(name: str) -> Any:
+class _WatchedInt(Watched, int):
+    pass
+
+
+class _WatchedFloat(Watched, float):
+    pass
+
+
+_WATCHED = {int: _WatchedInt, float: _WatchedFloat}
+
+
+def _counting(base: type, name: str) -> Any:
     def count(self: Watched, other: Any) -> Any:
-        found = getattr(int, name)(self, other)
-        return Watched(found, self._asked) if type(found) is int else found
+        found = getattr(base, name)(self, other)
+        return found if found is NotImplemented else _WATCHED[type(found)](found, self._asked)
     return count
 
 
-def _asking(name: str) -> Any:
+def _asking(base: type, name: str) -> Any:
     def ask(self: Watched, *others: Any) -> Any:
         self._asked.append(None)
-        return getattr(int, name)(self, *others)
+        return getattr(base, name)(self, *others)
     return ask
 
 
-for _name in ("__add__", "__radd__", "__sub__"):
-    setattr(Watched, _name, _counting(_name))
-for _name in ("__lt__", "__le__", "__eq__", "__ne__", "__gt__", "__ge__", "__bool__", "__mod__",
-              "__floordiv__", "__truediv__", "__hash__", "__index__", "__float__"):
-    setattr(Watched, _name, _asking(_name))
+_COUNTING = ("__add__", "__radd__", "__sub__")
+_SILENT = ("__repr__", "__getattribute__", "__getnewargs__", "__format__")
+"""Methods that a log needs, and Python itself."""
+for _base, _kind in _WATCHED.items():
+    for _name, _method in vars(_base).items():
+        if isinstance(_method, (WrapperDescriptorType, MethodDescriptorType)) and _name not in _SILENT:
+            setattr(_kind, _name, (_counting if _name in _COUNTING else _asking)(_base, _name))
 
 
 def _move_into(old: Any, new: Any, seen: dict[int, Any]) -> Any:

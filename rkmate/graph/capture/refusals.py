@@ -143,6 +143,19 @@ def _nested(model: nn.Module, place: str, text: str) -> str:
             "(torch.nn.utils.rnn.pad_sequence), and weigh the padding with zeros.")
 
 
+def _number_read(model: nn.Module, place: str, text: str) -> str:
+    if "FakeTensor.__format__" in text:
+        return ("The forward writes the value of a tensor into a text: return or keep the number "
+                "(tensor.item()), and write the text outside of the forward.")
+    if not re.search(r"keeps a number|computes with a number", text) and not (
+            "no static plan exists" in text and re.search(r"\b(float|int|bool|complex)\(", place)):
+        return ""
+    return ("If the forward only returns or keeps the number, read it by tensor.item() or tensor.tolist(), "
+            "not by float() or int(), and compute with it outside, or with the tensor before: a plan reads "
+            "it when its forward is over. If the number decides something: torch.where for a branch, a mask "
+            "or padding for a size.")
+
+
 def _value_decides(model: nn.Module, place: str, text: str) -> str:
     if "no static plan exists" not in text:
         return ""
@@ -152,7 +165,7 @@ def _value_decides(model: nn.Module, place: str, text: str) -> str:
 
 RULES: tuple[Callable[[nn.Module, str, str], str], ...] = (
     _own_generator, _layers_dropped, _fake_quantized, _spectrum_masked, _numpy, _asserted, _residuals,
-    _nested, _value_decides)
+    _nested, _number_read, _value_decides)
 """Explanations, in the order in which they are tried; the first that applies is used."""
 
 

@@ -7,7 +7,7 @@ import dis
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,14 +23,17 @@ from rkmate import device as devices
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.collectives import without_collectives
+from rkmate.graph.capture.hidden import Hidden, hidden_in, is_leaf
 from rkmate.graph.capture.structure import take_apart
-from rkmate.torch_seam.containers import closed_over, tensors_in
+from rkmate.torch_seam.containers import PLAIN, closed_over, tensors_in
 from rkmate.torch_seam.modules import (
     HOOKS,
     REGISTRIES,
+    SHARED,
     WEIGHT_LISTS,
     forward_hooks_of,
     forward_pre_hooks_of,
+    planned_part_of_call,
 )
 from rkmate.torch_seam.patches.libraries import begins_anew, names_in
 from rkmate.torch_seam.tensors import FakeTensor
@@ -75,11 +78,12 @@ def filled(path: str, place: tuple[int, str], held: Any, old: Any) -> Filled | N
     """Return what a forward has put into a list or dictionary; None if that is neither tensors nor flags.
 
     Raises:
-        CaptureError: it counts numbers there, which would be the same ones in each planned step.
+        CaptureError: it counts numbers there, which would be the same ones in each planned step; except in a
+            dictionary of an attribute (`PythonState.numbers_left`).
     """
     if _same_members(held, old):
         return None
-    if _counts(held, old):
+    if not (isinstance(held, dict) and any(place)) and _counted_in(held, old):
         raise CaptureError(f"the forward changes the numbers in {path}, which a planned step would not do "
                            "again: keep such state in a buffer (register_buffer), or pass it as an argument")
     if isinstance(held, deque):
@@ -90,14 +94,19 @@ def filled(path: str, place: tuple[int, str], held: Any, old: Any) -> Filled | N
     return found if is_effect else None
 
 
-def _counts(held: Any, old: Any) -> bool:
-    """Return whether numbers in a list or dictionary are others."""
+def _counted_in(held: Any, old: Any) -> list[Any]:
+    """Return the keys or places of numbers in a list or dictionary that are others."""
     if isinstance(held, dict):
-        pairs = [(v, held.get(k)) for k, v in old.items()]
+        members = [(k, v, held.get(k)) for k, v in old.items()]
     else:
-        pairs = [*zip(old, held, strict=False)]
-    return any(isinstance(was, NUMBERS) and isinstance(now, NUMBERS) and now != was
-               and not (type(was) is type(now) is bool) for was, now in pairs)
+        members = [*zip(range(len(old)), old, held, strict=False)]
+    # Their text is compared, as a number may note who asks for it (`told_apart`).
+    return [k for k, was, now in members if _is_counted(was, now) and repr(now) != repr(was)]
+
+
+def _is_counted(was: Any, now: Any) -> bool:
+    """Return whether a member is a number before and after: one that a forward may count up."""
+    return isinstance(was, NUMBERS) and isinstance(now, NUMBERS) and not type(was) is type(now) is bool
 
 
 @dataclass(frozen=True)
@@ -121,12 +130,14 @@ class Filled:
 
     def changes(self) -> Any:
         """Return the members that are new: those after the members from before, or by their keys or places.
-        All members of a list that has become shorter, or begins otherwise and has become longer."""
+        All members of a list that has become shorter, or begins otherwise and has become longer. Not those
+        that are counted (`Number`)."""
         if isinstance(self.held, list):
             if self.is_longer or len(self.new) != len(self.old):
                 return self.new[len(self.old):] if self.is_longer else self.new
             return {k: v for k, v in enumerate(self.new) if self.old[k] is not v}
-        return {k: v for k, v in self.new.items() if self.old.get(k, MISSING) is not v}
+        return {k: v for k, v in self.new.items()
+                if (was := self.old.get(k, MISSING)) is not v and not _is_counted(was, v)}
 
     def replaced(self) -> dict[Any, Any] | None:
         """Return what stood where the new members stand, by their keys or places (`MISSING` for nothing).
@@ -214,17 +225,20 @@ COUNTS = ("a captured step would not repeat that. Do so outside of the forward a
 
 @dataclass(frozen=True)
 class Number:
-    """A number outside of the model's objects: of a class, a global one, or one of an enclosing function."""
+    """A number outside of the model's objects (of a class, a global one, or one of an enclosing function), or
+    in a dictionary."""
 
     name: str
     """In words."""
-    holder: type | CellType | dict[str, Any]
-    key: str
+    holder: type | CellType | dict[Any, Any]
+    key: Any
     old: Any
     """Its value at one moment."""
+    attribute: tuple[int, str] | None = None
+    """The attribute that leads to the dictionary, as in `Filled.place`."""
 
     @property
-    def place(self) -> tuple[int, str]:
+    def place(self) -> tuple[int, Any]:
         """The identity of what holds it, and its name there."""
         return id(self.holder), self.key
 
@@ -320,6 +334,30 @@ class PythonState:
         for forward in forwards:
             for name, value in _reached_by(forward):
                 self._note(name, (0, ""), value)
+        self._hidden = [*self._hidden_state(functions)]
+        for kind in kinds:
+            for c in kind.__mro__ if not kind.__module__.startswith("torch.") else ():
+                for name, value in vars(c).items() if not c.__module__.startswith("torch.") else ():
+                    self._note(f"{c.__name__}.{name}", (0, ""), value)
+
+    def _hidden_state(self, functions: Iterable[FunctionType]) -> Iterator[Hidden]:
+        """Yield what has a state that nothing else here looks at."""
+        seen = {id(holder) for _, holder, _ in self._holders if not is_leaf(holder)}
+        for path, _, attributes in self._holders:
+            for k, v in attributes.items():
+                if k not in REGISTRIES and k not in SHARED and not isinstance(v, PLAIN):
+                    yield from hidden_in(f"{path}.{k}" if path else k, v, seen, inside=False)
+        for f in functions:
+            yield from hidden_in(f.__name__, vars(f), seen, inside=True)
+            for v in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
+                yield from hidden_in(f"of a default of {f.__name__}", v, seen, inside=True)
+            for name, v in _reached_by(f):
+                if is_leaf(v):
+                    yield from hidden_in(name, v, seen, inside=True)
+
+    def hidden_changes(self) -> list[Hidden]:
+        """Return what has another state now, as it is now."""
+        return [h.now() for h in self._hidden if h.has_changed()]
 
     def _note_members(self, path: str, holder: Any, attributes: Mapping[str, Any]) -> None:
         for k, v in attributes.items():
@@ -355,6 +393,9 @@ class PythonState:
                     holder.__dict__[k] = attributes[k]
         self.restore_numbers()
         self.restore_members()
+        for hidden in self._hidden:
+            if hidden.has_changed():
+                hidden.restore()
 
     def restore_numbers(self) -> None:
         """Put numbers of classes, global ones, and those of enclosing functions back alone."""
@@ -394,8 +435,13 @@ class PythonState:
                                        f"{path}{'.' * bool(path)}{name}; {COUNTS}")
 
     def numbers_left(self) -> list[Number]:
-        """Return the numbers of classes, global ones, and those of enclosing functions that have changed."""
-        return [number for number in self._numbers if number.now() != number.old]
+        """Return the numbers of classes, global ones, those of enclosing functions, and those in dictionaries
+        of attributes that have changed."""
+        return [*(number for number in self._numbers if number.now() != number.old),
+                *(Number(f"{path}[{k!r}]", held, k, members[k], place)
+                  for path, place, held, members in self._containers.values()
+                  if isinstance(held, dict) and any(place) and not _same_members(held, members)
+                  for k in _counted_in(held, members))]
 
     def leaked(self) -> str | None:
         """Return the name of something in which a trace has left one of its tensors, to be asked after
@@ -531,7 +577,7 @@ def complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         with unchanged_random_state(*devices.in_use()), torch.no_grad(), without_collectives():
             given, named = structure.fill([t.detach().clone() for t in tensors])
             try:
-                results.append(take_apart(model(*given, **named), result=True)[0])
+                results.append(take_apart(planned_part_of_call(model)(*given, **named), result=True)[0])
             finally:
                 for name, t, value in before:
                     if t.shape != value.shape:
