@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 PARAMETERS, BUFFERS, SUBMODULES = "_parameters", "_buffers", "_modules"
 """Names of a module's dictionaries of tensors and of submodules."""
@@ -113,8 +113,9 @@ def own_call(module: nn.Module) -> Callable[..., Any]:
 
 
 def has_call_of_class(module: nn.Module) -> bool:
-    """Return whether a module's class has a ``__call__`` of its own."""
-    return type(module).__call__ is not nn.Module.__call__
+    """Return whether a module's class has a ``__call__`` of its own, which may change what a call gets. That
+    of a graph of torch.fx does not."""
+    return type(module).__call__ is not nn.Module.__call__ and not isinstance(module, fx.GraphModule)
 
 
 def planned_part_of_call(module: nn.Module) -> Callable[..., Any]:

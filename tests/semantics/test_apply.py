@@ -233,6 +233,14 @@ def test_a_call_of_the_class_happens_once(inside: bool, sample: tuple[torch.Tens
     assert plan_of(model).peak_bytes > 0
 
 
+def test_a_graph_of_torch_fx_is_planned_at_once() -> None:
+    model = torch.fx.symbolic_trace(Tower())
+    with pytest.raises(rkmate.InfeasibleBudget):
+        applied(model, args=(X,), budget=1)
+    applied(model, args=(X,))
+    assert plan_of(model).peak_bytes > 0
+
+
 def test_an_object_that_keeps_results_of_the_planned_forward(caplog: pytest.LogCaptureFixture) -> None:
     """As a loss of several widths puts one into a model for a step: the first width calls the forward."""
     class Keeping:
