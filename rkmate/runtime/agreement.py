@@ -198,10 +198,10 @@ class Advice(NamedTuple):
 
 SHARED = Advice(_SAME_CALLS, ('. If shapes differ from rank to rank, each rank can plan new ones alone: '
                               'shared_plan(..., new_shapes="own")'))
-COMMUNICATES = Advice(_SAME_CALLS, ". The forward communicates, so that all ranks follow one plan: if shapes "
-                      "differ from rank to rank, pad them to the same ones")
-SHARDED = Advice("all ranks that a sharded model is spread over have to train it with a budget, and meet before "
-                 "the same step")
+COMMUNICATES = Advice(_SAME_CALLS, ". The forward communicates, so that all ranks follow one plan: if "
+                      "shapes differ from rank to rank, pad them to the same ones")
+SHARDED = Advice("all ranks that a sharded model is spread over have to train it with a budget, and meet "
+                 "before the same step")
 
 
 class Ranks:
