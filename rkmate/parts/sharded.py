@@ -346,6 +346,8 @@ class Sharded(ShardedParts):
         signature.has_come_for(self._wanted)
         signature.note(step, any(m._exchanges.are_kept_whole for m in self._of_step),
                        budget := self._budget_of(signature))
+        if self._steps > self._agreed and signature.rest is not None:
+            self._warn_over(signature, "The budget is shared out before the next step with such calls")
         if signature.is_shared and signature.over <= budget < signature.most_taken:
             logger.warning("%s: a step that was measured has taken %s bytes of the budget of %s, and another "
                            "one %s: threads let go of exchanged buffers late in some steps, or calls without "

@@ -3,6 +3,7 @@ are the same in each step, so the smallest budget that an error names is exactly
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import warnings
@@ -66,8 +67,8 @@ class _Growing(GPT):
 
 
 def _over_many_steps(kind: str) -> dict[str, Any]:
-    """Keep an output of a call without a backward in each step, take more from some step on, or train the
-    last layer only."""
+    """Keep an output of a call without a backward in each step, take more from some step on, train the last
+    layer only, or take two batches that are too large."""
     model, kept, said, log = _Growing(WORDS, 32, 2), [], [], logging.Handler()
     records: list[str] = []
     log.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -81,7 +82,7 @@ def _over_many_steps(kind: str) -> dict[str, Any]:
     def step(k: int) -> None:
         if kind == "kept":
             kept.append(model(torch.randint(WORDS, (8, 32))))
-        model(torch.randint(WORDS, (8, 32))).backward()
+        model(torch.randint(WORDS, (32, 64) if kind == "larger" and k in (8, 9) else (8, 32))).backward()
 
     def peak(k: int) -> int:
         found = devices.of(torch.zeros(1)).measure_peak(lambda: step(k)).peak
@@ -97,8 +98,8 @@ def _over_many_steps(kind: str) -> dict[str, Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step(k)
+            optimizer.step()
         said += [str(w.message) for w in caught if w.category is rkmate.RkmateWarning]
-        optimizer.step()
         optimizer.zero_grad()
     logging.getLogger("rkmate").removeHandler(log)
     return {"peak": peak(0), "plain": plain, "budget": int(0.85 * plain), "said": said,
@@ -229,8 +230,9 @@ def _looked_at(rank: int) -> dict[str, Any]:
 
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "looked at": _looked_at, "handed on": _handed_on, "hooked": _hooked,
-    "least": _least, "kept": lambda rank: _over_many_steps("kept"),
-    "grown": lambda rank: _over_many_steps("grown"), "frozen": lambda rank: _over_many_steps("frozen")}
+    "least": _least,
+    **{kind: functools.partial(lambda rank, kind: _over_many_steps(kind), kind=kind)
+       for kind in ("kept", "larger", "grown", "frozen")}}
 
 
 def test_the_smallest_budget_is_what_its_steps_take(found: Found) -> None:
@@ -254,6 +256,13 @@ def test_a_call_whose_loss_leaves_an_output_out_is_shared_out_as_it_is_trained(f
     plain, peak = mine["peaks"]
     assert mine["equal"] and 0.75 * plain < peak <= 0.85 * plain, mine
     assert ["depends on output 0 (counted from 0) alone" in text for text in mine["said"]] == [True], mine
+
+
+def test_the_second_step_of_a_shape_tells_what_it_takes(found: Found) -> None:
+    mine, = found["larger"]
+    assert "failed" not in mine, mine["failed"]
+    assert ["has taken" in text and f"{mine['budget']:,}" in text for text in mine["said"]] == [True], mine
+    assert mine["peak"] <= mine["budget"], mine
 
 
 def test_a_layer_that_cannot_be_planned_any_more_runs_as_it_is(found: Found) -> None:
