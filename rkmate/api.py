@@ -39,7 +39,7 @@ from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.search import make_curve, make_plan
 from rkmate.planners.registry import SENDING
 from rkmate.planners.registry import planner as find_planner
-from rkmate.runtime.agreement import Ranks, description, shared
+from rkmate.runtime.agreement import SHARED, Ranks, description, shared
 from rkmate.runtime.kept_plans import Planning
 from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import PlannedModule
@@ -334,7 +334,7 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
 
     if dist.get_world_size(group) == 1:
         return made()
-    ranks = Ranks(group)
+    ranks = Ranks(group, advice=SHARED)
     ranks.agree(description(model, args, kwargs, call.settings, budget))
     found = ranks.led(made, lambda plan: plan, lambda plan: plan)
     return shared(ranks, found) if new_shapes == "shared" else found

@@ -55,7 +55,8 @@ def fake_mesh(**sizes: int) -> Iterator[DeviceMesh]:
 
 def sharded_over(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard a model over the dimension ``shard`` of a mesh, replicated over ``dp``, unless its parameters are
-    DTensors already. Raises `ArgumentError` for other dimensions that no parameter knows."""
+    DTensors already. Raises `ArgumentError` for other dimensions that no parameter knows, and where ``shard``
+    stands before ``dp``."""
     names = mesh.mesh_dim_names or ()
     if any(map(is_dtensor, model.parameters())):
         return
@@ -63,6 +64,11 @@ def sharded_over(model: nn.Module, mesh: DeviceMesh) -> None:
         if name not in (REPLICAS, SHARDS):
             raise ArgumentError(f"the dimension {name} of the mesh is not used: let the target be a function "
                                 "of the mesh that makes the model parallel over it")
+    if {*names} == {REPLICAS, SHARDS} and names[0] != REPLICAS:
+        shards, replicas = mesh.shape
+        raise ArgumentError(
+            f"the dimension {SHARDS} of the mesh stands before {REPLICAS}, and ranks that shard a model are "
+            f"neighbours: it should be {REPLICAS}={replicas},{SHARDS}={shards}")
     if SHARDS in names:
         shard(model, mesh[(REPLICAS, SHARDS)] if REPLICAS in names else mesh[SHARDS])
 

@@ -23,7 +23,7 @@ from rkmate.pipeline.part_plans import PartWays, more_ways
 from rkmate.pipeline.prepare import Traced
 from rkmate.planners.several_calls import Choice, Item, Moment, Way, share_out, smallest_limit
 from rkmate.runtime.guards import Guards
-from rkmate.runtime.kept_plans import Planning, Prototype, is_alike, is_free
+from rkmate.runtime.kept_plans import Planning, Prototype, TangentMask, is_alike, is_free
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
@@ -137,6 +137,8 @@ class Part:
     """Keys of calls of submodules with other attributes that have the same graph."""
     is_changed_at_once: bool = False
     """Whether the first step, too, may follow a variant that changes last bits."""
+    loss: TangentMask | None = None
+    """For each output, whether the loss depends on it; None: on all, until a step shows otherwise."""
 
     @functools.cached_property
     def first(self) -> Way:

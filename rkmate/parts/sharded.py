@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,35 +33,26 @@ from rkmate.budget import Budget
 from rkmate.device.events import before_optimizers
 from rkmate.device.protocol import MeterError
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
-from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_call_apart
 from rkmate.parts.moments import room_for
 from rkmate.parts.one_budget import (
-    OneBudget,
     Part,
     Rest,
     Shared,
     advice_to_shard,
-    drop_beginning,
     is_unobserved,
-    own_bytes,
-    refuse_what_would_run_twice,
-    undisturbed,
 )
-from rkmate.parts.sharded_rest import GIVEN, Reached, RestOfForward
+from rkmate.parts.sharded_parts import ShardedParts
+from rkmate.parts.sharded_rest import GIVEN, Reached
 from rkmate.parts.sharded_step import KEPT, Exchanges, Follower, Observed, Signature, bounds, tied
-from rkmate.pipeline.part_plans import ways_of
-from rkmate.pipeline.prepare import Blocked, block, estimated, trace
-from rkmate.pipeline.variants import CHUNKED_LOSS, first, together
-from rkmate.planners.several_calls import Item, Moment, Way
+from rkmate.planners.several_calls import Item, Moment
 from rkmate.runtime.agreement import Ranks, ranks_that_share, shows_signs
-from rkmate.runtime.guards import Guards, guards_of
-from rkmate.runtime.kept_plans import Planning, Prototype
+from rkmate.runtime.guards import guards_of
+from rkmate.runtime.kept_plans import Planning
 from rkmate.runtime.snapshot import by_content
-from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import forward_hooks_of, forward_pre_hooks_of, is_sharded, own_call
+from rkmate.torch_seam.modules import own_call
 from rkmate.torch_seam.tensors import inside_backward, version_of
 from rkmate.torch_seam.trace import several_ranks
 
@@ -78,9 +69,6 @@ LATER = 16
 """From this step on, steps are measured whose number is a power of two: they may take more than before."""
 _WAITS = "waits"
 """What a rank says whose gradients have not been exchanged yet."""
-_SURELY = 1.1
-"""The multiple of an estimated budget that the first step has to exceed for a loss to be computed in chunks
-at once: from then on, last bits differ."""
 
 
 _models: weakref.WeakValueDictionary[int, Sharded] = weakref.WeakValueDictionary()
@@ -90,7 +78,7 @@ _numbers = itertools.count()
 # -- The model -------------------------------------------------------------------------------------
 
 
-class Sharded(OneBudget):
+class Sharded(ShardedParts):
     """A model with sharded layers, and one budget."""
 
     _too_large = (
@@ -113,20 +101,8 @@ class Sharded(OneBudget):
             planning, more_calls=lambda: None, calls_at_once=sys.maxsize,
             settings=replace(planning.settings, offload=None, measure=measure)))
         self._weights = {layer: sum(p.nbytes for p in layer.parameters()) or 1 for layer in layers}
-        self.units = [m for m in model.modules() if m is not model and is_sharded(m) and not any(
-            m in above.modules() for above in model.modules()
-            if above not in (m, model) and is_sharded(above))]
-        """The outermost sharded modules."""
         self._too_large += advice_to_shard(model, self.units)
-        self.rest = RestOfForward(model, self.units)
-        self.tail: Follower | None = None
-        """Plans for the rest of the forward; None where it is not planned."""
-        self._parts: list[Part] = []
-        self._chosen: dict[Follower, dict[Part, tuple[Way, Prototype]]] = {}
-        """For each planned module, the schedule that it follows for each part, and the plan of it."""
         self._signatures: dict[Any, Signature] = {}
-        self._now: Signature | None = None
-        """The signature of the call that is running."""
         self._leading: Signature | None = None
         """The calls of the step so far."""
         self._clock = next((p for p in model.parameters() if p.requires_grad), None)
@@ -235,6 +211,9 @@ class Sharded(OneBudget):
         self._leader, self._leading, self._training = self, now, self._model.training
         self._version, self._has_new_parts = self._version_now(), False
         self._steps += now.is_begun
+        gone = {call for model in self._of_step for call in model.take_losses()}
+        for signature in [s for model in _models.values() for s in model._all if gone & {*s.observed}]:
+            signature.start_again()
         for model in self._of_step:
             model._exchanges.step_begins()
         if self._whole_gradients > self._standing:
@@ -332,73 +311,9 @@ class Sharded(OneBudget):
                 return False
         return True
 
-    # -- plans ----------------------------------------------------------------------------
-
-    def provide(self, follower: Follower, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any]
-                ) -> Guards:
-        """Give a planned module a plan for a call that it has none for: the leanest, or what others like it
-        follow. Returns the call's key, with what a library looks at in the arguments."""
-        model, chosen = follower.original, self._chosen.setdefault(follower, {})
-        if self._now is None:
-            self._warn_once("elsewhere", (
-                f"{self._type}: a sharded layer is called from elsewhere than the model's forward: no step "
-                "shows what the budget leaves for it, so it holds as little as it can"))
-        part = next((p for p in self._parts if p.example.fits(model, key)), None)
-        if part in chosen:
-            return key
-        if part is None:
-            part = self._new_part(follower, key, args, kwargs)
-            if part not in self._parts:
-                self._parts.append(part)
-        chosen[part] = part.first, part.example
-        follower.cache.follow([p for _, p in chosen.values()])
+    def _has_planned(self) -> None:
         self._leader._close()
         self._leader._has_new_parts |= self._now is not None        # the next step is measured (again)
-        seen = follower.cache.observations.with_kinds(*guards_of(follower.reader, args, kwargs))
-        return key._replace(kinds=seen.kinds)
-
-    def _new_part(self, follower: Follower, key: Guards, args: tuple[Any, ...],
-                  kwargs: dict[str, Any]) -> Part:
-        planning, model = follower.cache.planning, follower.original
-        settings = replace(planning.settings, loss_bytes=0)
-        with undisturbed():
-            refuse_what_cannot_repeat(model, args, kwargs, hooks_outside=True)
-            traced = trace(model, args, kwargs, settings, Progress(planning.progress))
-            if follower is self.tail:
-                refuse_what_would_run_twice(traced.capture)
-                drop_beginning(traced.capture, len(self.rest.returned[-1][1]))
-            key = follower.cache.observations.look(key, traced.capture.looked)
-            known = next((p for p in self._parts if p.note(key, traced)), None)
-            if known is not None:
-                return known
-
-            def limit(blocked: Blocked) -> int:
-                own_peak = estimated(blocked).baseline_peak
-                return max(1, self.planning.budget.of(self._about() + own_peak) // 2)
-
-            ways = functools.partial(ways_of, traced, planning.planner, limit, 0.0,
-                                     keeps_gradients=self._keeps_gradients)
-            part = Part(model, key, traced, [ways()], not any(
-                forward_hooks_of(m) or forward_pre_hooks_of(m) for m in model.modules() if m is not model))
-            if traced.settings.chunked_loss == "auto" and block(traced).concerned.get(CHUNKED_LOSS.name):
-                variant = together([*first(traced.settings).rows, CHUNKED_LOSS])
-                part.forms.append(ways(variant=variant))
-                part.is_changed_at_once = self._is_surely_too_large(part)
-        cast(dict[Any, Any], traced.tensors).clear()         # they belong to this call
-        return part
-
-    def _about(self) -> int:
-        """Return the bytes that planned calls save without recomputation, and those of own parameters."""
-        return own_bytes(self._model, self.units) + sum(
-            part.whole.saved for chosen in self._chosen.values() for part in chosen)
-
-    def _is_surely_too_large(self, loss: Part) -> bool:
-        """Return whether a step that computes the loss as the original does exceeds the budget, even if all
-        layers save as little as they can."""
-        budget = self.planning.budget.of(self._about() + loss.whole.saved + loss.whole.extra)
-        layers = sum(part.least_saved for chosen in self._chosen.values() for part in chosen)
-        least = min(w.saved + w.extra for w in loss.forms[0].ways)
-        return own_bytes(self._model, self.units) + layers + least > _SURELY * budget
 
     # -- a step ---------------------------------------------------------------------------
 
@@ -431,6 +346,8 @@ class Sharded(OneBudget):
         signature.has_come_for(self._wanted)
         signature.note(step, any(m._exchanges.are_kept_whole for m in self._of_step),
                        budget := self._budget_of(signature))
+        if self._steps > self._agreed and signature.rest is not None:
+            self._warn_over(signature, "The budget is shared out before the next step with such calls")
         if signature.is_shared and signature.over <= budget < signature.most_taken:
             logger.warning("%s: a step that was measured has taken %s bytes of the budget of %s, and another "
                            "one %s: threads let go of exchanged buffers late in some steps, or calls without "
@@ -451,7 +368,8 @@ class Sharded(OneBudget):
             self._exchanges.watch(opened[-1], follower.original)
         if step is None or leader._step is None:    # given up
             return
-        capture = follower.cache.latest_capture
+        kept = follower.cache.kept
+        capture = kept[-1].capture if kept else None
         found = next(((part, way) for part, (way, _) in self._chosen.get(follower, {}).items()
                       if part.traced.capture is capture), None)
         if not opened or found is None:

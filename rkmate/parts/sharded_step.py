@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rkmate.device.events import give_way_by, stay_open
 from rkmate.device.protocol import PartsMeter, thread_of
+from rkmate.errors import CaptureError
 from rkmate.parts.observed_step import MOST
 from rkmate.parts.one_budget import Part, Rest
 from rkmate.planners.several_calls import Moment, Way
@@ -51,9 +52,18 @@ class Follower(PlannedModule):
 
     def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                        ) -> Specialization | None:
-        if self._within is not None and self._has_something_to_train(args, kwargs):
-            key = self._within.provide(self, key, args, kwargs)
+        if self._within is not None and key not in self._unplanned \
+                and self._has_something_to_train(args, kwargs):
+            try:
+                key = self._within.provide(self, key, args, kwargs)
+            except CaptureError as error:
+                self._leave_unplanned(key, error)
+                return None
         return super()._new_signature(key, args, kwargs)
+
+    def _tell_of_sum(self, number: int, advice: str = "") -> None:
+        super()._tell_of_sum(number, advice if self._within is None else
+                             "Each sharded layer has a plan of its own, which adds up the layer's part first")
 
     def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._within is None or not self._has_something_to_train(args, kwargs):      # a frozen layer

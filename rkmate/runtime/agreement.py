@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,8 +46,7 @@ logger = logging.getLogger("rkmate")
 T = TypeVar("T")
 Description = Mapping[str, Sequence[str]]
 """The things that a rank plans for: lines of text, by subject."""
-_OR_ALONE = ('. If shapes differ from rank to rank, each rank can plan new ones alone: shared_plan(..., '
-             'new_shapes="own")')
+_SAME_CALLS = "all ranks that follow one plan have to plan the same calls, in the same order"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _meetings: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 """For each store, how often the ranks of each group have met there."""
@@ -188,12 +187,29 @@ def _signs_of(rank: int) -> str:
 # -- Meeting ---------------------------------------------------------------------------------------
 
 
+class Advice(NamedTuple):
+    """What errors of ranks that meet say about why they do, and about what to do."""
+
+    same: str
+    """What all ranks have to do alike."""
+    shapes: str = ""
+    """What to do if shapes differ from rank to rank."""
+
+
+SHARED = Advice(_SAME_CALLS, ('. If shapes differ from rank to rank, each rank can plan new ones alone: '
+                              'shared_plan(..., new_shapes="own")'))
+COMMUNICATES = Advice(_SAME_CALLS, ". The forward communicates, so that all ranks follow one plan: if "
+                      "shapes differ from rank to rank, pad them to the same ones")
+SHARDED = Advice("all ranks that a sharded model is spread over have to train it with a budget, and meet "
+                 "before the same step")
+
+
 class Ranks:
     """The ranks of a process group, where they meet, and how long they wait for each other."""
 
-    def __init__(self, group: Any = None, numbers: Sequence[int] | None = None) -> None:
-        """`numbers`: some of the group's ranks, which only tell each other things."""
-        self._group = group
+    def __init__(self, group: Any = None, numbers: Sequence[int] | None = None, *, advice: Advice) -> None:
+        """`numbers`: some of the group's ranks, which only tell each other things. `advice`: for errors."""
+        self._group, self._advice = group, advice
         self._numbers = dist.get_process_group_ranks(group) if numbers is None else [*numbers]
         self._mine = dist.get_rank()
         self._store, self._seconds = meeting_place(group)
@@ -220,7 +236,7 @@ class Ranks:
         raise RankError(f"ranks {self._name} are about to plan different things: " + "; ".join(
             f"{subject} ({self._difference([t[subject] for t in texts])})" for subject in differing)
             + ". No step has run: give all ranks the same"
-            + (_OR_ALONE if differing == ["arguments"] else ""))
+            + (self._advice.shapes if differing == ["arguments"] else ""))
 
     def told(self, text: str) -> list[str]:
         """Return what all ranks say, in their order. Raises `RankError` if a rank does not come."""
@@ -400,8 +416,8 @@ class Ranks:
                 "init_process_group(timeout=...) sets the limit")
         return RankError(
             f"rank {waited} has waited {self._seconds:,.0f} seconds for rank {', '.join(map(str, missing))}, "
-            "which did not come to compare plans: all ranks that follow one plan have to plan the same "
-            f"calls, in the same order{_OR_ALONE}. init_process_group(timeout=...) sets the limit")
+            f"which did not come to compare plans: {self._advice.same}{self._advice.shapes}. "
+            "init_process_group(timeout=...) sets the limit")
 
     def _difference(self, texts: Sequence[Sequence[str]]) -> str:
         """Return the first line that differs, of each rank."""
@@ -427,7 +443,7 @@ def ranks_in(groups: Sequence[str]) -> Ranks | None:
     all ranks."""
     if not groups or dist.get_backend() == "fake":
         return None
-    return Ranks(process_group(groups[0]) if len(groups) == 1 else None)
+    return Ranks(process_group(groups[0]) if len(groups) == 1 else None, advice=COMMUNICATES)
 
 
 def ranks_that_share(model: nn.Module) -> Ranks | None:
@@ -436,7 +452,7 @@ def ranks_that_share(model: nn.Module) -> Ranks | None:
         return None
     numbers = {rank for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None
                for rank in mesh.mesh.flatten().tolist()}
-    return Ranks(numbers=sorted(numbers)) if len(numbers) > 1 else None
+    return Ranks(numbers=sorted(numbers), advice=SHARDED) if len(numbers) > 1 else None
 
 
 # -- Shared plans ----------------------------------------------------------------------------------

@@ -272,13 +272,16 @@ class PlannedModule(StandIn):
                           "a call has found otherwise: the original runs in such calls, without a budget")
         return result if raises else self._run_original(call.args, call.kwargs)
 
-    def _tell_of_sum(self, number: int) -> None:
-        """Warn that others contribute to the gradient of an input."""
+    def _tell_of_sum(self, number: int, advice: str = "") -> None:
+        """Warn that others contribute to the gradient of an input. `advice`: instead of that to plan more at
+        once."""
         name = type(self._original).__name__
+        advice = advice or (f"rkmate.apply on the model that contains {name} and what else uses that tensor "
+                            "keeps the order")
         self._tell("sum", (
             f"the gradient of input tensor number {number} of {name} is a sum, to which others contribute, "
             "too: it is added up in another order than without rkmate, and its last bits may differ. "
-            f"rkmate.apply on the model that contains {name} and what else uses that tensor keeps the order"))
+            f"{advice}"))
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original's forward once more, because its backward has to leave a graph."""
@@ -347,14 +350,18 @@ class PlannedModule(StandIn):
         try:
             known = self._plans.make(key, args, kwargs)
         except CaptureError as error:
-            if self._plans.has_flags(key.flags) or not self._plans.has_parts(key.flags):
-                raise
-            self._note_unplanned(key)
-            warn(f"a call differs from the planned ones in {self._plans.differing(key)}, and such a call "
-                 f"cannot be planned: the original module runs instead, without a budget. {error}")
+            self._leave_unplanned(key, error)
             return None
         self._reader.follow(known.capture)
         return known
+
+    def _leave_unplanned(self, key: Guards, error: CaptureError) -> None:
+        """Let a call run as it is that cannot be planned any more. Raises the error if it never could be."""
+        if self._plans.has_flags(key.flags) or not self._plans.has_parts(key.flags):
+            raise error
+        self._note_unplanned(key)
+        warn(f"a call differs from the planned ones in {self._plans.differing(key)}, and such a call "
+             f"cannot be planned: the original module runs instead, without a budget. {error}")
 
     def _note_unplanned(self, key: Guards) -> None:
         """Remember a signature that cannot be planned: such calls run as they are."""

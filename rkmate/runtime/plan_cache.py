@@ -21,7 +21,6 @@ from rkmate.device import MeterError
 from rkmate.device.events import waits_for_backward
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
-from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.collectives import groups_of
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.ir.plan import in_one_line
@@ -127,9 +126,10 @@ class PlanCache:
             look(key, p.traced.capture.looked) for key in p.also)) for p in prototypes]
 
     @property
-    def latest_capture(self) -> Capture | None:
-        """The capture of the call that was found or planned last."""
-        return None if self._last is None else self._last[1].capture
+    def kept(self) -> list[Specialization]:
+        """The plans of each signature, the latest used last."""
+        with self._lock:
+            return [*self._kept.values()]
 
     def find(self, key: Guards) -> Specialization | None:
         """Return the plans of a signature; it becomes the latest used."""

@@ -88,6 +88,7 @@ def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     (["--mesh", "shard=8"], "mesh is 'shard=8', and device is None"),
     (["--mesh", "8", "--device", "h100"], "mesh is '8'; it should be names and numbers"),
     (["--mesh", "shard=0", "--device", "h100"], "shard is 0; it should be a positive number of ranks"),
+    (["--mesh", "shard=3,dp=2", "--device", "h100"], "it should be dp=2,shard=3"),
     (["--mesh", "tp=2", "--device", "h100"], "the dimension tp of the mesh is not used")])
 def test_wrong_meshes(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", HERE + "sample", "--budget", "0.8", *arguments]) == 2

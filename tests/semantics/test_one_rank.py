@@ -3,6 +3,7 @@ are the same in each step, so the smallest budget that an error names is exactly
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import warnings
@@ -66,8 +67,8 @@ class _Growing(GPT):
 
 
 def _over_many_steps(kind: str) -> dict[str, Any]:
-    """Keep an output of a call without a backward in each step, take more from some step on, or train the
-    last layer only."""
+    """Keep an output of a call without a backward in each step, take more from some step on, train the last
+    layer only, or take two batches that are too large."""
     model, kept, said, log = _Growing(WORDS, 32, 2), [], [], logging.Handler()
     records: list[str] = []
     log.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -81,7 +82,7 @@ def _over_many_steps(kind: str) -> dict[str, Any]:
     def step(k: int) -> None:
         if kind == "kept":
             kept.append(model(torch.randint(WORDS, (8, 32))))
-        model(torch.randint(WORDS, (8, 32))).backward()
+        model(torch.randint(WORDS, (32, 64) if kind == "larger" and k in (8, 9) else (8, 32))).backward()
 
     def peak(k: int) -> int:
         found = devices.of(torch.zeros(1)).measure_peak(lambda: step(k)).peak
@@ -97,12 +98,97 @@ def _over_many_steps(kind: str) -> dict[str, Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step(k)
+            optimizer.step()
         said += [str(w.message) for w in caught if w.category is rkmate.RkmateWarning]
-        optimizer.step()
         optimizer.zero_grad()
     logging.getLogger("rkmate").removeHandler(log)
     return {"peak": peak(0), "plain": plain, "budget": int(0.85 * plain), "said": said,
             "shared": sum("from this step on" in text for text in records)}
+
+
+class _Biased(torch.nn.Module):
+    """A layer that hands its bias on, which the first one makes."""
+
+    def __init__(self, is_first: bool) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(32, 128), torch.nn.Linear(128, 32)
+        self.bias = torch.nn.Linear(32, 128) if is_first else None
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the result and the bias."""
+        bias = self.bias(x) if self.bias is not None else bias
+        assert bias is not None
+        return x + self.down(torch.tanh(torch.nn.functional.gelu(self.up(x) + bias))), 1.5 * bias
+
+
+class _HandingOn(torch.nn.Module):
+    """Layers that hand a bias on: nothing reads what the last one hands on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(_Biased(k == 0) for k in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        bias = None
+        for layer in self.layers:
+            x, bias = layer(x, bias)
+        return x.square().mean()
+
+
+def _hooked(rank: int) -> dict[str, Any]:
+    """Compare steps of layers, one of which gets a hook that cannot be planned, and loses it again."""
+    found: list[list[torch.Tensor]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for planned in (False, True):
+            model = sharded(model=GPT(WORDS, 32, 2))
+            if planned:
+                rkmate.apply(model, budget=1.0, progress=False, settings=Settings(costs="analytic"))
+            hook = None
+            for k in range(STEPS):
+                if k == 4:
+                    inner = next(m for m in model.layers[1].modules() if isinstance(m, torch.nn.Linear))
+                    hook = inner.register_full_backward_hook(lambda module, into, out: None)
+                if k == 6 and hook is not None:
+                    hook.remove()
+                ids = torch.randint(WORDS, (2, 16), generator=torch.Generator().manual_seed(k))
+                model.zero_grad()
+                model(ids).backward()
+            found.append([whole(p.grad) for p in model.parameters()])
+    return {"equal": all(map(torch.equal, *found)),
+            "said": [str(w.message) for w in caught if w.category is rkmate.RkmateWarning]}
+
+
+def _handed_on(rank: int) -> dict[str, Any]:
+    """Compare steps of layers, one of whose outputs the loss does not depend on."""
+    from torch.distributed.fsdp import fully_shard
+
+    runs: list[tuple[list[torch.Tensor], int]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for planned in (False, True):
+            model = _HandingOn()
+            for module in (*model.layers, model):
+                fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+            if planned:
+                rkmate.apply(model, budget=int(0.85 * runs[0][1]), progress=False,
+                             settings=Settings(costs="analytic", chunked_loss="never"))
+            optimizer, gradients, peak = torch.optim.SGD(model.parameters(), 0.1), [], 0
+            for k in range(STEPS):
+                x = torch.randn(256, 32, generator=torch.Generator().manual_seed(k))
+                if k < STEPS - 1:
+                    model(x).backward()
+                else:
+                    peak = devices.of(x).measure_peak(lambda x=x, model=model: model(x).backward()).peak
+                gradients += [whole(p.grad) for p in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append((gradients, peak))
+    return {"equal": all(map(torch.equal, *(gradients for gradients, _ in runs))),
+            "peaks": [peak for _, peak in runs],
+            "said": [str(w.message) for w in caught if w.category is rkmate.RkmateWarning]}
 
 
 def _looked_at(rank: int) -> dict[str, Any]:
@@ -143,9 +229,10 @@ def _looked_at(rank: int) -> dict[str, Any]:
 
 
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "looked at": _looked_at,
-    "least": _least, "kept": lambda rank: _over_many_steps("kept"),
-    "grown": lambda rank: _over_many_steps("grown"), "frozen": lambda rank: _over_many_steps("frozen")}
+    "looked at": _looked_at, "handed on": _handed_on, "hooked": _hooked,
+    "least": _least,
+    **{kind: functools.partial(lambda rank, kind: _over_many_steps(kind), kind=kind)
+       for kind in ("kept", "larger", "grown", "frozen")}}
 
 
 def test_the_smallest_budget_is_what_its_steps_take(found: Found) -> None:
@@ -160,6 +247,29 @@ def test_a_step_shares_the_budget_with_calls_that_have_no_backward(found: Found,
     assert "failed" not in mine, mine["failed"]
     assert mine["peak"] <= mine["budget"], mine
     assert mine["said"] == [] and mine["shared"] == 1
+
+
+def test_a_call_whose_loss_leaves_an_output_out_is_shared_out_as_it_is_trained(found: Found) -> None:
+    """Its first backward alone runs the forward again."""
+    mine, = found["handed on"]
+    assert "failed" not in mine, mine["failed"]
+    plain, peak = mine["peaks"]
+    assert mine["equal"] and 0.75 * plain < peak <= 0.85 * plain, mine
+    assert ["depends on output 0 (counted from 0) alone" in text for text in mine["said"]] == [True], mine
+
+
+def test_the_second_step_of_a_shape_tells_what_it_takes(found: Found) -> None:
+    mine, = found["larger"]
+    assert "failed" not in mine, mine["failed"]
+    assert ["has taken" in text and f"{mine['budget']:,}" in text for text in mine["said"]] == [True], mine
+    assert mine["peak"] <= mine["budget"], mine
+
+
+def test_a_layer_that_cannot_be_planned_any_more_runs_as_it_is(found: Found) -> None:
+    mine, = found["hooked"]
+    assert "failed" not in mine, mine["failed"]
+    assert mine["equal"]
+    assert ["has module backward hooks" in text for text in mine["said"]] == [True], mine
 
 
 def test_what_a_library_looks_at_is_known_where_parameters_are_sharded(found: Found) -> None:

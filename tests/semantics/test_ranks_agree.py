@@ -23,7 +23,7 @@ from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
 from rkmate.runtime import agreement
-from rkmate.runtime.agreement import Ranks, Signs
+from rkmate.runtime.agreement import COMMUNICATES, SHARDED, SHARED, Advice, Ranks, Signs
 from rkmate.torch_seam.trace import meeting_place
 from tests.semantics.ranks import Found
 
@@ -290,7 +290,7 @@ class _Store:
         self._others(self._texts)
 
 
-def _told(monkeypatch: pytest.MonkeyPatch, others: Callable[[dict[str, Any]], None]
+def _told(monkeypatch: pytest.MonkeyPatch, others: Callable[[dict[str, Any]], None], advice: Advice = SHARED
           ) -> Callable[[], tuple[list[str], float]]:
     """Return a call in which rank 1 of three meets the others, and which returns what it hears, and when."""
     store = _Store(others)
@@ -298,7 +298,7 @@ def _told(monkeypatch: pytest.MonkeyPatch, others: Callable[[dict[str, Any]], No
     monkeypatch.setattr(agreement.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(agreement.dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep))
-    ranks = Ranks(numbers=[0, 1, 2])
+    ranks = Ranks(numbers=[0, 1, 2], advice=advice)
     return lambda: (ranks.told("one"), store.now)
 
 
@@ -314,16 +314,21 @@ def test_a_rank_waits_for_others_as_long_as_they_plan(monkeypatch: pytest.Monkey
     assert _told(monkeypatch, others)() == (["zero", "one", "two"], 100.0)
 
 
-def test_a_rank_that_stops_planning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("advice", "own"), [(SHARED, True), (COMMUNICATES, False), (SHARDED, False)])
+def test_a_rank_that_stops_planning_is_named(monkeypatch: pytest.MonkeyPatch, advice: Advice, own: bool
+                                             ) -> None:
     waits: Iterator[int] = count(1)
 
     def others(texts: dict[str, Any]) -> None:
         number = next(waits)
         texts["rkmate/plans/0"], texts["rkmate/plans/2"] = number, min(number, 20)
 
-    meet = _told(monkeypatch, others)
-    with pytest.raises(rkmate.RankError, match="rank 1 has waited 8 seconds for rank 2, which did not come"):
+    meet = _told(monkeypatch, others, advice)
+    with pytest.raises(rkmate.RankError, match="rank 1 has waited 8 seconds for rank 2, which did not come"
+                       ) as told:
         meet()
+    assert advice.same in str(told.value)
+    assert ("shared_plan" in str(told.value)) == own
     assert next(waits) == 29
 
 
@@ -356,7 +361,7 @@ def test_a_store_that_does_not_answer_is_an_error_of_ranks(monkeypatch: pytest.M
     store = agreement.meeting_place(None)[0]
     monkeypatch.setattr(agreement, "meeting_place", lambda group: (store, 0.1))
     monkeypatch.setattr(store, silent, lambda *args: over.wait())
-    ranks = Ranks(numbers=[0, 1, 2])
+    ranks = Ranks(numbers=[0, 1, 2], advice=SHARED)
     with pytest.raises(rkmate.RankError, match="has not answered rank 1 for 0 seconds"):
         ranks.told("one")
     over.set()
