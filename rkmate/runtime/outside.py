@@ -84,6 +84,10 @@ class Outside(NamedTuple):
     before: int = 0
     """Bytes that autograd keeps of operations which lead to the call's inputs."""
 
+    def is_known(self) -> bool:
+        """Return whether a measurement can be read now: not before the backward that runs is over."""
+        return not isinstance(self.between, BetweenMeter) or self.between.has_stopped()
+
 
 class Measured(NamedTuple):
     """A measurement of several ranks."""
@@ -178,11 +182,11 @@ class BetweenMeter:
         self._meter = devices.of(device).parts_meter()
         self._running, self._part = contextlib.ExitStack(), contextlib.ExitStack()
         self._thread = threading.get_ident()
-        self._measured = self._is_cut = False
+        self._measured = self._is_cut = self._has_stopped = False
         try:
             self._running = stay_open(self._meter, self._give_way, lambda: self._measured)
         except MeterError:                      # somebody measures, or profiles
-            self._thread = -1
+            self._thread, self._has_stopped = -1, True
             return
         self._part.enter_context(self._meter.part(0))
         weakref.finalize(call, self._stop)
@@ -193,9 +197,14 @@ class BetweenMeter:
         self._part.close()
 
     def bytes(self) -> int | None:
-        """Return the largest number of bytes; None where nothing was measured."""
+        """Return the largest number of bytes; None where nothing was measured, or the measurement runs."""
+        return self._meter.peaks().get(0) if self.has_stopped() and self._measured else None
+
+    def has_stopped(self) -> bool:
+        """Stop, and return whether that was possible: not in a backward (of another loss, whose hook calls
+        the module again), nor in another thread."""
         self._stop()
-        return self._meter.peaks().get(0) if self._measured else None
+        return self._has_stopped
 
     def _give_way(self) -> None:
         """Another measurement begins, or an optimizer steps."""
@@ -206,6 +215,7 @@ class BetweenMeter:
         if threading.get_ident() == self._thread and not inside_backward():
             self._part.close()
             self._running.close()
+            self._has_stopped = True
 
 
 class InARow:

@@ -285,7 +285,7 @@ class PlanCache:
         calls = self.planning.settings.calls
         if self.open_calls.seen > calls and not self.open_calls.now():
             return self._for_calls_seen(known, tensors, calls)
-        if known.outside != Outside() and not self.open_calls.now():
+        if known.outside != Outside() and known.outside.is_known() and not self.open_calls.now():
             return self._for_outside(known, tensors)
         settled = len(known.executables) < 2 or self.open_calls.now()
         mask = known.mask if settled else known.next_mask()

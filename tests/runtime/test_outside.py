@@ -83,6 +83,35 @@ def test_the_second_or_third_step_keeps_to_the_budget(name: str, wraps: bool) ->
     assert ("next to the step" in plan.note) is (plan.budget_bytes < budget)
 
 
+def _cached(model: nn.Module) -> None:
+    """A contrastive loss of a large batch, whose backward calls the model again for one part after the other,
+    as losses of sentence-transformers with a cache of gradients do."""
+    with torch.no_grad():
+        found = torch.cat([model(part) for part in X.chunk(4)])
+    leaf = found.requires_grad_()
+    loss = contrast(leaf)
+    loss.backward()
+
+    def again(grad: torch.Tensor) -> None:
+        with torch.enable_grad():
+            for part, slope in zip(X.chunk(4), leaf.grad.chunk(4), strict=True):  # type: ignore[union-attr]
+                (torch.dot(model(part).flatten(), slope.flatten()) * grad).backward()
+
+    total = loss.detach().requires_grad_()
+    total.register_hook(again)
+    total.backward()
+
+
+def test_a_model_that_is_called_inside_of_a_backward() -> None:
+    plain, model = net(), net()
+    rkmate.apply(model, budget=0.7, progress=False)
+    for _ in range(3):
+        for each in (plain, model):
+            _cached(each)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(  # type: ignore[arg-type]
+        plain.parameters(), model.parameters(), strict=True))
+
+
 def test_a_plan_that_was_given_stays_and_a_warning_names_both_figures() -> None:
     settings = rkmate.Settings(costs="analytic")
     plan = rkmate.plan(net(), (X,), budget=0.7, progress=False, settings=settings)
