@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -238,6 +238,18 @@ class Slots:
         self.calls = 0
 
 
+class Strict(OrderedDict[str, int]):
+    """As results of transformers' models are: it is changed by single values."""
+
+    calls = property(lambda self: self["calls"], lambda self, value: self.__setitem__("calls", value))
+
+    def __init__(self, calls: int) -> None:
+        super().__init__(calls=calls)
+
+    def update(self, *_: Any, **values: Any) -> None:
+        raise RuntimeError("one by one")
+
+
 def _with_default(count: list[int] = [0]) -> int:       # noqa: B006
     count[0] += 1
     return count[0]
@@ -268,6 +280,7 @@ def _advanced(held: Any) -> int:
     (lambda: np.zeros(1), "the ndarray held"),
     (lambda: bytearray(1), "the bytearray held"),
     (lambda: SimpleNamespace(inside=SimpleNamespace(calls=0)), "the SimpleNamespace held.inside"),
+    (lambda: SimpleNamespace(inside=Strict(0)), "the Strict held.inside"),
     (lambda: _with_default, "the list of a default of _with_default")])
 def test_a_state_that_no_plan_can_see_is_refused(held: Any, named: str) -> None:
     class Keeps(nn.Linear):

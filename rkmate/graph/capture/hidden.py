@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -27,6 +27,10 @@ _LARGE_ARRAY = 1 << 20
 _DEPTH = 3
 _MOST = 5000
 """Values of one model that are looked at."""
+NOTED = (list, dict, OrderedDict, defaultdict, deque, Counter)
+"""Types of lists and dictionaries whose members `PythonState` looks at, where an attribute leads to them."""
+_CONTAINERS: tuple[Any, ...] = (set, bytearray, list, dict, deque)
+"""Classes made of these may copy otherwise, or not at all: they are read and written as these are."""
 _OTHERS = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
 
@@ -67,7 +71,10 @@ def _read(held: Any) -> Any:
         return held.bit_generator.state
     if _of_numpy(held, "RandomState"):
         return held.get_state(legacy=False)
-    if isinstance(held, (set, bytearray, list, dict, deque)) or _of_numpy(held, "ndarray"):
+    for kind in _CONTAINERS:
+        if isinstance(held, kind):
+            return kind(held)
+    if _of_numpy(held, "ndarray"):
         return held.copy()
     return {**getattr(held, "__dict__", {}), **{k: getattr(held, k) for k in _slots_of(held)}}
 
@@ -79,9 +86,13 @@ def _write(held: Any, state: Any) -> None:
         held.bit_generator.state = state
     elif _of_numpy(held, "RandomState"):
         held.set_state(state)
-    elif isinstance(held, (set, dict)):
+    elif isinstance(held, set):
         held.clear()
         held.update(state)
+    elif isinstance(held, dict):
+        base = OrderedDict if isinstance(held, OrderedDict) else dict
+        base.clear(held)
+        base.update(held, state)
     elif isinstance(held, (bytearray, list)) or _of_numpy(held, "ndarray"):
         held[:] = state
     elif isinstance(held, deque):
@@ -150,6 +161,7 @@ def hidden_in(path: str, value: Any, seen: set[int], *, inside: bool,
         return
     elif isinstance(value, (list, tuple, dict, deque)):
         if len(value) <= _LARGE:
+            inside |= type(value) not in NOTED and getattr(value, "__dict__", None) is not value
             if inside and not isinstance(value, tuple):
                 yield Hidden(path, value, _read(value))
             for k, v in list(value.items()) if isinstance(value, dict) else enumerate(value):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dis
 import random
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from rkmate import device as devices
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.collectives import without_collectives
-from rkmate.graph.capture.hidden import Hidden, hidden_in, is_leaf
+from rkmate.graph.capture.hidden import NOTED, Hidden, hidden_in, is_leaf
 from rkmate.graph.capture.structure import take_apart
 from rkmate.torch_seam.containers import PLAIN, closed_over, tensors_in
 from rkmate.torch_seam.modules import (
@@ -65,7 +65,6 @@ class Assigned:
                 torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
 
 
-_CONTAINERS = (list, dict, OrderedDict, defaultdict, deque, Counter)
 NUMBERS = (int, float, complex)
 """Types of the numbers that are looked at in lists and dictionaries."""
 _FLAGS = (bool, str)
@@ -176,7 +175,7 @@ def members_of(args: Any, kwargs: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]
     found: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     def visit(value: Any, keys: tuple[Any, ...]) -> None:
-        if type(value) in _CONTAINERS:
+        if type(value) in NOTED:
             found[keys] = value, value.copy()
         if isinstance(value, (list, tuple, dict)) and len(value) <= _LARGE and len(keys) < 5:
             for k, v in value.items() if isinstance(value, dict) else enumerate(value):
@@ -342,7 +341,8 @@ class PythonState:
 
     def _hidden_state(self, functions: Iterable[FunctionType]) -> Iterator[Hidden]:
         """Yield what has a state that nothing else here looks at."""
-        seen = {id(holder) for _, holder, _ in self._holders if not is_leaf(holder)}
+        seen = {id(holder) for _, holder, _ in self._holders
+                if not is_leaf(holder) and not isinstance(holder, (list, dict, deque))}
         for path, _, attributes in self._holders:
             for k, v in attributes.items():
                 if k not in REGISTRIES and k not in SHARED and not isinstance(v, PLAIN):
@@ -368,7 +368,7 @@ class PythonState:
 
     def _note(self, path: str, place: tuple[int, str], value: Any, depth: int = 2) -> None:
         """Note the members of a list or dictionary, and of those in it."""
-        if type(value) not in _CONTAINERS or id(value) in self._containers:
+        if type(value) not in NOTED or id(value) in self._containers:
             return
         self._containers[id(value)] = path, place, value, value.copy()
         if depth and len(value) <= _LARGE:
