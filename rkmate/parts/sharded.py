@@ -211,9 +211,9 @@ class Sharded(ShardedParts):
         self._leader, self._leading, self._training = self, now, self._model.training
         self._version, self._has_new_parts = self._version_now(), False
         self._steps += now.is_begun
-        gone = {call for model in self._of_step for call in model.take_losses()}
-        for signature in [s for model in _models.values() for s in model._all if gone & {*s.observed}]:
-            signature.start_again()
+        if gone := {call for model in self._of_step for call in model.take_losses()}:
+            for signature in [s for model in _models.values() for s in model._all if gone & {*s.observed}]:
+                signature.start_again()
         for model in self._of_step:
             model._exchanges.step_begins()
         if self._whole_gradients > self._standing:

@@ -20,7 +20,7 @@ from torch import nn
 
 from rkmate.torch_seam.containers import PLAIN
 
-_LARGE = 1000
+LARGE = 1000
 """Members from which on nothing is looked for inside of a list, dictionary or object."""
 _LARGE_ARRAY = 1 << 20
 """Bytes from which on an array is not looked at."""
@@ -31,7 +31,8 @@ NOTED = (list, dict, OrderedDict, defaultdict, deque, Counter)
 """Types of lists and dictionaries whose members `PythonState` looks at, where an attribute leads to them."""
 _CONTAINERS: tuple[Any, ...] = (set, bytearray, list, dict, deque)
 """Classes made of these may copy otherwise, or not at all: they are read and written as these are."""
-_OTHERS = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+OTHERS = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+"""Types of what has a state of its own that others look at, or none."""
 
 
 def _of_numpy(value: Any, name: str) -> bool:
@@ -54,7 +55,7 @@ def is_generator(value: Any) -> bool:
 def is_leaf(value: Any) -> bool:
     """Return whether a value has a state, and is no list, dictionary, or object with attributes."""
     return is_generator(value) or _is_small_array(value) or (
-        isinstance(value, (set, bytearray)) and len(value) <= _LARGE)
+        isinstance(value, (set, bytearray)) and len(value) <= LARGE)
 
 
 def _slots_of(value: Any) -> list[str]:
@@ -79,7 +80,8 @@ def _read(held: Any) -> Any:
     return {**getattr(held, "__dict__", {}), **{k: getattr(held, k) for k in _slots_of(held)}}
 
 
-def _write(held: Any, state: Any) -> None:
+def write(held: Any, state: Any) -> None:
+    """Give something its state, or its members, from before."""
     if isinstance(held, random.Random):
         held.setstate(state)
     elif _of_numpy(held, "Generator"):
@@ -141,7 +143,7 @@ class Hidden:
 
     def restore(self) -> None:
         """Give it the state that it had."""
-        _write(self.held, self.old)
+        write(self.held, self.old)
 
     def __str__(self) -> str:
         kind = type(self.held).__name__
@@ -152,7 +154,7 @@ def hidden_in(path: str, value: Any, seen: set[int], *, inside: bool,
               depth: int = _DEPTH) -> Iterator[Hidden]:
     """Yield what has a state in a value. `inside`: whether nobody else looks at the members of lists and
     dictionaries, as in an object. `seen`: the identities of what was looked at."""
-    if isinstance(value, (*PLAIN, *_OTHERS)) or id(value) in seen or len(seen) > _MOST:
+    if isinstance(value, (*PLAIN, *OTHERS)) or id(value) in seen or len(seen) > _MOST:
         return
     seen.add(id(value))
     if is_leaf(value):
@@ -160,7 +162,7 @@ def hidden_in(path: str, value: Any, seen: set[int], *, inside: bool,
     elif not depth:
         return
     elif isinstance(value, (list, tuple, dict, deque)):
-        if len(value) <= _LARGE:
+        if len(value) <= LARGE:
             inside |= type(value) not in NOTED and getattr(value, "__dict__", None) is not value
             if inside and not isinstance(value, tuple):
                 yield Hidden(path, value, _read(value))
@@ -168,7 +170,7 @@ def hidden_in(path: str, value: Any, seen: set[int], *, inside: bool,
                 yield from hidden_in(f"{path}[{k!r}]", v, seen, inside=inside, depth=depth - 1)
     elif isinstance(getattr(value, "__dict__", None), dict) or _slots_of(value):
         content = _read(value)
-        if len(content) > _LARGE or any(isinstance(v, nn.Module) for v in content.values()):
+        if len(content) > LARGE or any(isinstance(v, nn.Module) for v in content.values()):
             return                      # a trainer, or what belongs to it
         yield Hidden(path, value, content)
         for k, v in content.items():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import IOBase
 from operator import is_
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from rkmate import device as devices
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.collectives import without_collectives
-from rkmate.graph.capture.hidden import NOTED, Hidden, hidden_in, is_leaf
+from rkmate.graph.capture.hidden import LARGE, NOTED, OTHERS, Hidden, hidden_in, is_leaf, write
 from rkmate.graph.capture.structure import take_apart
 from rkmate.torch_seam.containers import PLAIN, closed_over, tensors_in
 from rkmate.torch_seam.modules import (
@@ -69,8 +69,6 @@ NUMBERS = (int, float, complex)
 """Types of the numbers that are looked at in lists and dictionaries."""
 _FLAGS = (bool, str)
 """Types of constants that a forward may put into lists and dictionaries."""
-_LARGE = 1000
-"""Members of a list or dictionary from which on nothing is looked for inside of them."""
 
 
 def filled(path: str, place: tuple[int, str], held: Any, old: Any) -> Filled | None:
@@ -166,7 +164,7 @@ class Filled:
             pairs = enumerate(self.new) if isinstance(self.held, list) else self.new.items()
             new = {k: members.get(k, v) for k, v in pairs}
             members = [*new.values()] if isinstance(self.held, list) else new
-        _set(self.held, [*self.old, *members] if self.is_longer else members)
+        write(self.held, [*self.old, *members] if self.is_longer else members)
 
 
 def members_of(args: Any, kwargs: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]:
@@ -177,22 +175,13 @@ def members_of(args: Any, kwargs: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]
     def visit(value: Any, keys: tuple[Any, ...]) -> None:
         if type(value) in NOTED:
             found[keys] = value, value.copy()
-        if isinstance(value, (list, tuple, dict)) and len(value) <= _LARGE and len(keys) < 5:
+        if isinstance(value, (list, tuple, dict)) and len(value) <= LARGE and len(keys) < 5:
             for k, v in value.items() if isinstance(value, dict) else enumerate(value):
                 visit(v, (*keys, k))
 
     for k, v in [*enumerate(args), *kwargs.items()]:
         visit(v, (k,))
     return found
-
-
-def _set(held: Any, members: Any) -> None:
-    """Give a list or dictionary other members."""
-    held.clear()
-    if isinstance(held, dict):
-        held.update(members)
-    else:
-        held.extend(members)
 
 
 def _reached_by(function: Any) -> Iterator[tuple[str, Any]]:
@@ -342,7 +331,7 @@ class PythonState:
     def _hidden_state(self, functions: Iterable[FunctionType]) -> Iterator[Hidden]:
         """Yield what has a state that nothing else here looks at."""
         seen = {id(holder) for _, holder, _ in self._holders
-                if not is_leaf(holder) and not isinstance(holder, (list, dict, deque))}
+                if not is_leaf(holder) and not isinstance(holder, deque)}
         for path, _, attributes in self._holders:
             for k, v in attributes.items():
                 if k not in REGISTRIES and k not in SHARED and not isinstance(v, PLAIN):
@@ -371,7 +360,7 @@ class PythonState:
         if type(value) not in NOTED or id(value) in self._containers:
             return
         self._containers[id(value)] = path, place, value, value.copy()
-        if depth and len(value) <= _LARGE:
+        if depth and len(value) <= LARGE:
             for k, v in value.items() if isinstance(value, dict) else enumerate(value):
                 self._note(f"{path}[{k!r}]", place, v, depth - 1)
 
@@ -412,7 +401,7 @@ class PythonState:
                     now[k] = v
         for _, _, held, members in self._containers.values():
             if not _same_members(held, members):
-                _set(held, members)
+                write(held, members)
 
     def containers(self) -> list[Any]:
         """Return the lists and dictionaries whose members are other objects now."""
@@ -500,9 +489,8 @@ def _same_members(now: Any, before: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (
-        nn.Module, torch.Tensor, type, ModuleType, dict, list, set, FunctionType, MethodType,
-        BuiltinFunctionType))
+    return isinstance(getattr(value, "__dict__", None), dict) \
+        and not isinstance(value, (*OTHERS, dict, list, set))
 
 
 def _holds_traced(value: Any, depth: int = 3) -> bool:
@@ -515,7 +503,7 @@ def _holds_traced(value: Any, depth: int = 3) -> bool:
         members = value.__dict__.values()
     else:
         return False
-    return depth > 0 and len(members) <= _LARGE and any(_holds_traced(v, depth - 1) for v in list(members))
+    return depth > 0 and len(members) <= LARGE and any(_holds_traced(v, depth - 1) for v in list(members))
 
 
 class HostDraws:
