@@ -24,7 +24,7 @@ from rkmate.graph.blocks.partition import Block, Partition
 from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, random_state
 from rkmate.graph.ops.collectives import is_collective
-from rkmate.graph.ops.properties import is_view
+from rkmate.graph.ops.properties import RESHAPES, is_view
 from rkmate.ir.cd import HOISTED, Cost, Kernel
 from rkmate.measure.analytic import Costs, analytic_costs, bytes_alone, surely_over
 from rkmate.measure.analytic import hoisted as hoisted_data
@@ -352,7 +352,7 @@ class _Runner:
 
     def _call(self, node: Any) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
-        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        if node.target in RESHAPES:
             return args[0].reshape(args[1])       # as the generated source has it
         return node.target(*args, **kwargs)
 

@@ -14,7 +14,7 @@ from rkmate.graph.capture.capture import Source
 from rkmate.graph.capture.repairs import retrace
 from rkmate.graph.ops.embeddings import ADD_EMBEDDING_GRADIENT, ADD_ROWS, bytes_of_rows
 from rkmate.graph.ops.products import ADD_CONVOLUTION_GRADIENT
-from rkmate.graph.ops.properties import is_view
+from rkmate.graph.ops.properties import RESHAPES, is_view
 from rkmate.graph.passes.joint import Joint, owner_of
 from rkmate.graph.passes.lean import is_wide
 from rkmate.graph.passes.tiles.tiled import Tiled
@@ -222,8 +222,7 @@ def _form(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
 # source of the kind ``grad``. Such an operation is of the backward, it runs once, and nobody reads what it
 # returns.
 
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
-             aten.squeeze.dim, aten.squeeze.dims)
+_RESHAPES = {*RESHAPES, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims}
 _PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 
 

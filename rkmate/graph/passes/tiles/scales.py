@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate.graph.ops.properties import RESHAPES
 from rkmate.graph.passes.tiles.pieces import shape_of, value_of
 from rkmate.graph.passes.tiles.stretch import Port, Stretch
 from rkmate.torch_seam.nodes import VALUE, is_backward
 
 aten = torch.ops.aten
 
-_SAME_COLUMNS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_SAME_COLUMNS = {*RESHAPES, aten.reshape.default}
 """Views that keep the columns, if the last dimension has the same size."""
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.ops.properties import is_view
+from rkmate.graph.ops.properties import RESHAPES, is_view
 from rkmate.graph.passes.tiles.banded import Banded, Part, Tile, TileRun, runs_of
 from rkmate.graph.passes.tiles.cuts import piece, summand, summed
 from rkmate.graph.passes.tiles.matching import canonical
@@ -560,15 +560,12 @@ def _ordered(graph: fx.Graph, inputs: Sequence[fx.Node | None], names: Sequence[
         if node.op == "call_function":
             name = operator_name(node.target, "item").lstrip("_")
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-            target = aten.reshape.default if node.target in _VIEWS else node.target
+            # Kernels may lay out what is viewed otherwise than the trace says: reshape then copies.
+            target = aten.reshape.default if node.target in RESHAPES else node.target
             copies[node] = made.create_node("call_function", target, args, kwargs, name)
         elif node.op == "output":
             made.output(tuple(copies[n] for n in node.args[0]))
     return made
-
-
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
-"""Views of what kernels may lay out otherwise than the trace says: reshape then copies."""
 
 
 def _describe(graph: fx.Graph, like: Sequence[torch.Tensor]) -> None:
