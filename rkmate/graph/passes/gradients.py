@@ -222,7 +222,9 @@ def _form(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
 # source of the kind ``grad``. Such an operation is of the backward, it runs once, and nobody reads what it
 # returns.
 
-_RESHAPES = {*RESHAPES, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims}
+_VIEWS = RESHAPES | {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+                     aten.t.default, aten.transpose.int, aten.permute.default}
+"""Views that `_Adder.seen_as` undoes: the last three by an operation of their kind, the others by a view."""
 _PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 
 
@@ -323,7 +325,7 @@ def _before_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
     if node.users:
         return None
     views: list[fx.Node] = []
-    while node.target in (aten.t.default, aten.transpose.int, aten.permute.default, *_RESHAPES):
+    while node.target in _VIEWS:
         views.append(node)
         base: fx.Node = node.args[0]  # type: ignore[assignment]
         if not _only_read_by(base, node):

@@ -21,7 +21,7 @@ from rkmate.torch_seam.nodes import VALUE, is_backward
 
 aten = torch.ops.aten
 
-_SAME_COLUMNS = {*RESHAPES, aten.reshape.default}
+_SAME_COLUMNS = RESHAPES | {aten.reshape.default}
 """Views that keep the columns, if the last dimension has the same size."""
 
 
