@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rkmate.errors import ScheduleError
 from rkmate.ir.cd import CDGraph, CNode, Kernel
@@ -90,147 +90,192 @@ def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
     (the loss itself, the number one that its backward starts from) stay to the end. `pinned`: D nodes
     that the user holds (freeing one is an error).
     """
-    pinned = set(pinned)
-    alive: set[int] = set()
-    fixed = set(graph.inputs)
-    clocks = Clocks(graph.link)
-    where = Residency(graph, pinned)
-    peak_at = saved = 0
-    copies = bool(schedule.copied)
-    clocked = copies or schedule.starts
-    running: dict[int, tuple[int, ...]] = {}     # collectives, and what they read and make
-    coming: set[int] = set()
-    live = peak = buffers_of(graph, schedule)
-    taken: set[int] = set()
-    seen_loss = False
-    ran: set[int] = set()
+    replay = _Replay(graph, schedule, set(pinned), reserve_at_loss)
+    compute, free, others = replay.compute, replay.free, replay.others
     timeline: list[int] = []
-    steps, size, decided, nodes = schedule.steps, [d.size for d in graph.d], graph.decided, graph.c
-    seconds, exposed, last = 0.0, 0.0, len(steps) - 1
-    for k, step in enumerate(steps):
-        now = live
+    for k, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
-            node = nodes[step.c]
-            if not seen_loss and node.phase == "backward":
-                raise ScheduleError(f"step {k}: {node.name} runs before the loss")
-            if node.decides and step.c in ran:
-                raise ScheduleError(f"step {k}: {node.name} decides, and would decide a second time")
-            if node.adds and step.c in ran:
-                raise ScheduleError(f"step {k}: {node.name} adds to a gradient, and would add a second time")
-            if not alive.issuperset(node.inputs):
-                for j in node.inputs:
-                    if j not in alive and j not in fixed:
-                        raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")
-            if coming and not coming.isdisjoint(node.inputs):
-                raise ScheduleError(f"step {k}: {node.name} reads what a collective has not made yet")
-            begun = running.pop(step.c, None) if running else None
-            if begun is not None:
-                coming.difference_update(node.outputs)
-            if copies:
-                for j in node.inputs:
-                    clocks.arrive(j)
-                    where.read(j)
-            # A second run creates all of the outputs anew, also those that are still there.
-            remade = 0
-            donor = in_place_donor(graph, steps, k) \
-                if node.donors and k < last and isinstance(steps[k + 1], Free) else None
-            if donor is not None:
-                # The output takes the input's storage: when the input is freed, nothing is freed.
-                live -= size[donor]
-                taken.add(donor)
-            for j in node.outputs if begun is None else ():
-                if copies:
-                    where.make(j, k)
-                if j in alive:
-                    remade += size[j]
-                else:
-                    alive.add(j)
-                    live += size[j]
-            kernel: CNode | Kernel = kernel_of(graph, step) if step.kernel else node
-            now = live + remade + kernel.overhead
-            if begun is not None:
-                now = live
-                live -= kernel.overhead
-            if not clocked:
-                seconds += kernel.time
-                if node.exchanges:
-                    exposed += kernel.time
-            else:
-                clocks.run(step.c, kernel.time, node.exchanges)
-            ran.add(step.c)
+            timeline.append(compute(k, step))
         elif isinstance(step, Free):
-            if step.d not in alive:
-                raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which is not in memory")
-            if step.d in pinned:
-                raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which the user holds")
-            if step.d in decided:
-                raise ScheduleError(f"step {k}: frees {graph.d[step.d].name}, which was decided and stays")
-            if running and any(step.d in busy for busy in running.values()):
-                raise ScheduleError(f"step {k}: frees {graph.d[step.d].name} while a collective runs on it")
-            if copies:
-                where.free(step.d, k)
-            alive.discard(step.d)
-            if step.d in taken:
-                taken.discard(step.d)
-            else:
-                live -= size[step.d]
-            now = live
-        elif isinstance(step, Loss):
-            missing = [j for j in graph.outputs if (j not in alive and j not in fixed) or j in where.coming]
-            if running:
-                raise ScheduleError(f"step {k}: the loss comes while a collective runs")
-            if seen_loss or missing:
-                names = ", ".join(graph.d[j].name for j in missing)
-                raise ScheduleError(f"step {k}: the loss comes twice or without {names or 'need'}")
-            seen_loss = True
-            saved = live
-            live += min(reserve_at_loss, LOSS_SCALARS)
-            for j in graph.output_grads:
-                alive.add(j)
-                live += graph.d[j].size
-            now = max(live, saved + reserve_at_loss)
-        elif isinstance(step, CopyOut):
-            where.copy_out(step.d, k, step.d in alive)
-            clocks.copy_out(step.d, graph.d[step.d].size)
-            now = live
-        elif isinstance(step, Leave):
-            where.leave(step.d, k)
-            clocks.leave(step.d)
-            alive.discard(step.d)
-            live -= graph.d[step.d].size
-            now = live
-        elif isinstance(step, CopyIn):
-            where.copy_in(step.d, k, step.d in alive)
-            clocks.copy_in(step.d, graph.d[step.d].size)
-            alive.add(step.d)
-            live += graph.d[step.d].size
-            now = live
-        elif isinstance(step, Start):
-            node = nodes[step.c]
-            if node.phase == "backward" and not seen_loss:
-                raise ScheduleError(f"step {k}: {node.name} starts before the loss")
-            if not node.exchanges or node.donors or node.alternatives or step.c in running:
-                raise ScheduleError(f"step {k}: {node.name} cannot be started before it is waited for")
+            timeline.append(free(k, step.d))
+        else:
+            timeline.append(others[type(step)](k, step))
+    return replay.result(timeline)
+
+
+class _Replay:
+    """What is in memory, runs and is copied after each step of a schedule, with the bytes and the seconds.
+    Each kind of step is a method: it checks the step, and returns the bytes that are alive in a computation
+    or after another step."""
+
+    def __init__(self, graph: CDGraph, schedule: Schedule, pinned: set[int], reserve_at_loss: int) -> None:
+        self.graph, self.steps, self.pinned = graph, schedule.steps, pinned
+        self.reserve_at_loss = reserve_at_loss
+        self.others: dict[type, Callable[[int, Any], int]] = {
+            Loss: self.loss, CopyOut: self.copy_out, Leave: self.leave, CopyIn: self.copy_in,
+            Start: self.start}
+        """The methods of all kinds of steps but the two frequent ones."""
+        self.copies = bool(schedule.copied)
+        self.clocked = self.copies or schedule.starts
+        """Whether seconds depend on copies and collectives that run beside computations."""
+        self.sizes = [d.size for d in graph.d]
+        self.fixed = set(graph.inputs)
+        self.decided = graph.decided
+        self.alive: set[int] = set()
+        self.start_bytes = self.live = buffers_of(graph, schedule)
+        self.saved = 0
+        self.taken: set[int] = set()
+        """D nodes that are alive, and whose storage an output has taken."""
+        self.ran: set[int] = set()
+        self.seen_loss = False
+        self.running: dict[int, tuple[int, ...]] = {}
+        """Collectives that have been started, and what each reads and makes."""
+        self.coming: set[int] = set()
+        """D nodes that these make."""
+        self.clocks, self.where = Clocks(graph.link), Residency(graph, pinned)
+        self.seconds = self.exposed = 0.0
+
+    def compute(self, k: int, step: Compute) -> int:
+        """Run a C node, or wait for the collective that it is."""
+        graph, alive, size = self.graph, self.alive, self.sizes
+        node = graph.c[step.c]
+        if not self.seen_loss and node.phase == "backward":
+            raise ScheduleError(f"step {k}: {node.name} runs before the loss")
+        if (node.decides or node.adds) and step.c in self.ran:
+            does, do = ("decides", "decide") if node.decides else ("adds to a gradient", "add")
+            raise ScheduleError(f"step {k}: {node.name} {does}, and would {do} a second time")
+        if not alive.issuperset(node.inputs):
             for j in node.inputs:
-                if (j not in alive and j not in fixed) or j in coming:
+                if j not in alive and j not in self.fixed:
                     raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")
-            if not alive.isdisjoint(node.outputs):
-                raise ScheduleError(f"step {k}: {node.name} makes what is in memory")
-            running[step.c] = (*node.inputs, *node.outputs)
-            coming.update(node.outputs)
-            alive.update(node.outputs)
-            live += sum([size[j] for j in node.outputs]) + node.overhead
-            clocks.start(step.c, node.time)
+        if self.coming and not self.coming.isdisjoint(node.inputs):
+            raise ScheduleError(f"step {k}: {node.name} reads what a collective has not made yet")
+        begun = self.running.pop(step.c, None) if self.running else None
+        if begun is not None:
+            self.coming.difference_update(node.outputs)
+        if self.copies:
+            for j in node.inputs:
+                self.clocks.arrive(j)
+                self.where.read(j)
+        # A second run creates all of the outputs anew, also those that are still there.
+        remade, live = 0, self.live
+        donor = in_place_donor(graph, self.steps, k) \
+            if node.donors and k + 1 < len(self.steps) and isinstance(self.steps[k + 1], Free) else None
+        if donor is not None:
+            # The output takes the input's storage: when the input is freed, nothing is freed.
+            live -= size[donor]
+            self.taken.add(donor)
+        for j in node.outputs if begun is None else ():
+            if self.copies:
+                self.where.make(j, k)
+            if j in alive:
+                remade += size[j]
+            else:
+                alive.add(j)
+                live += size[j]
+        kernel: CNode | Kernel = kernel_of(graph, step) if step.kernel else node
+        now = live + remade + kernel.overhead
+        if begun is not None:
             now = live
-        timeline.append(now)
-        if now > peak:
-            peak, peak_at = now, k
-    left_out = [graph.c[i].name for i in range(len(graph.c)) if i not in ran]
-    if left_out:
-        raise ScheduleError(f"the schedule never runs {', '.join(left_out[:5])}")
-    return Simulation(peak, peak_at, clocks.now if clocked else seconds, saved, tuple(timeline),
-                      clocks.stalled, where.bytes, tuple(clocks.out), tuple(clocks.back),
-                      clocks.exposed if clocked else exposed)
+            live -= kernel.overhead
+        self.live = live
+        if not self.clocked:
+            self.seconds += kernel.time
+            if node.exchanges:
+                self.exposed += kernel.time
+        else:
+            self.clocks.run(step.c, kernel.time, node.exchanges)
+        self.ran.add(step.c)
+        return now
+
+    def free(self, k: int, d: int) -> int:
+        """Free a D node."""
+        if d not in self.alive:
+            raise ScheduleError(f"step {k}: frees {self.graph.d[d].name}, which is not in memory")
+        if d in self.pinned:
+            raise ScheduleError(f"step {k}: frees {self.graph.d[d].name}, which the user holds")
+        if d in self.decided:
+            raise ScheduleError(f"step {k}: frees {self.graph.d[d].name}, which was decided and stays")
+        if self.running and any(d in busy for busy in self.running.values()):
+            raise ScheduleError(f"step {k}: frees {self.graph.d[d].name} while a collective runs on it")
+        if self.copies:
+            self.where.free(d, k)
+        self.alive.discard(d)
+        if d in self.taken:
+            self.taken.discard(d)
+        else:
+            self.live -= self.sizes[d]
+        return self.live
+
+    def loss(self, k: int, step: Loss) -> int:
+        """Compute the loss, outside: the gradients of the outputs arrive."""
+        graph = self.graph
+        missing = [j for j in graph.outputs
+                   if (j not in self.alive and j not in self.fixed) or j in self.where.coming]
+        if self.running:
+            raise ScheduleError(f"step {k}: the loss comes while a collective runs")
+        if self.seen_loss or missing:
+            names = ", ".join(graph.d[j].name for j in missing)
+            raise ScheduleError(f"step {k}: the loss comes twice or without {names or 'need'}")
+        self.seen_loss = True
+        self.saved = self.live
+        self.alive.update(graph.output_grads)
+        self.live += min(self.reserve_at_loss, LOSS_SCALARS) + sum(self.sizes[j] for j in graph.output_grads)
+        return max(self.live, self.saved + self.reserve_at_loss)
+
+    def copy_out(self, k: int, step: CopyOut) -> int:
+        """Begin a copy of a D node away."""
+        self.where.copy_out(step.d, k, step.d in self.alive)
+        self.clocks.copy_out(step.d, self.sizes[step.d])
+        return self.live
+
+    def leave(self, k: int, step: Leave) -> int:
+        """Free a D node when its copy away has ended."""
+        self.where.leave(step.d, k)
+        self.clocks.leave(step.d)
+        self.alive.discard(step.d)
+        self.live -= self.sizes[step.d]
+        return self.live
+
+    def copy_in(self, k: int, step: CopyIn) -> int:
+        """Begin a copy of a D node back."""
+        self.where.copy_in(step.d, k, step.d in self.alive)
+        self.clocks.copy_in(step.d, self.sizes[step.d])
+        self.alive.add(step.d)
+        self.live += self.sizes[step.d]
+        return self.live
+
+    def start(self, k: int, step: Start) -> int:
+        """Start a collective, which runs until the C node is computed."""
+        graph = self.graph
+        node = graph.c[step.c]
+        if node.phase == "backward" and not self.seen_loss:
+            raise ScheduleError(f"step {k}: {node.name} starts before the loss")
+        if not node.exchanges or node.donors or node.alternatives or step.c in self.running:
+            raise ScheduleError(f"step {k}: {node.name} cannot be started before it is waited for")
+        for j in node.inputs:
+            if (j not in self.alive and j not in self.fixed) or j in self.coming:
+                raise ScheduleError(f"step {k}: {node.name} reads {graph.d[j].name}, not in memory")
+        if not self.alive.isdisjoint(node.outputs):
+            raise ScheduleError(f"step {k}: {node.name} makes what is in memory")
+        self.running[step.c] = (*node.inputs, *node.outputs)
+        self.coming.update(node.outputs)
+        self.alive.update(node.outputs)
+        self.live += sum(self.sizes[j] for j in node.outputs) + node.overhead
+        self.clocks.start(step.c, node.time)
+        return self.live
+
+    def result(self, timeline: Sequence[int]) -> Simulation:
+        """Return the verdict after the last step. `timeline`: what the steps' methods have returned."""
+        left_out = [node.name for i, node in enumerate(self.graph.c) if i not in self.ran]
+        if left_out:
+            raise ScheduleError(f"the schedule never runs {', '.join(left_out[:5])}")
+        peak = max(timeline, default=0)
+        at = timeline.index(peak) if peak > self.start_bytes else 0
+        clocks, clocked = self.clocks, self.clocked
+        return Simulation(max(peak, self.start_bytes), at, clocks.now if clocked else self.seconds,
+                          self.saved, tuple(timeline), clocks.stalled, self.where.bytes, tuple(clocks.out),
+                          tuple(clocks.back), clocks.exposed if clocked else self.exposed)
 
 
 class Residency:
