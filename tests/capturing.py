@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.sizes.again import capture
 from rkmate.pipeline import prepare as pipeline
 from rkmate.pipeline import search as planning

@@ -19,7 +19,7 @@ from rkmate.codegen.liveness import Computed, Flow
 from rkmate.codegen.slices import Draws, Slice
 from rkmate.graph.blocks.expressions import operators_of
 from rkmate.graph.blocks.partition import Block, Partition
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.ir.cd import HOISTED
 
 _PLAIN = frozenset(("aten", "prims"))

@@ -33,7 +33,7 @@ from rkmate.codegen.slices import (
 from rkmate.codegen.spelling import Spelled, Views
 from rkmate.graph.blocks.expressions import local_names, source_key
 from rkmate.graph.blocks.partition import Partition
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.ir.calls import Argument, Constant, Held, Name, NameTable
 from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.schedule import (

@@ -21,7 +21,7 @@ from rkmate.device import Device, PartsMeter
 from rkmate.device.random_state import STATE_BYTES, unchanged_random_state
 from rkmate.errors import DeviceMemoryError
 from rkmate.graph.blocks.partition import Block, Partition
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, random_state
 from rkmate.graph.ops.collectives import is_collective
 from rkmate.graph.ops.properties import RESHAPES, is_view

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from rkmate.errors import CaptureError, InfeasibleBudget
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.ops.properties import is_random
 from rkmate.pipeline.part_plans import PartWays, more_ways
 from rkmate.pipeline.prepare import Traced

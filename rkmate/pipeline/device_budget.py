@@ -11,7 +11,7 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.budget import Budget, DeviceShare, parse_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.refusals import flags_to_plan, refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.sizes.family import KnownCall, derived, known_call, one_family, possible

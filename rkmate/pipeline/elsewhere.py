@@ -15,7 +15,7 @@ from rkmate import device as devices
 from rkmate.device.elsewhere import planning_for
 from rkmate.devices import GPU, checked
 from rkmate.errors import ArgumentError
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.refusals import refuse_parallelism
 from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.structure import Structure
 from rkmate.pipeline.settings import Trains
 from rkmate.stand_in import StandIn

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from rkmate.graph.capture.capture import Capture, Source
+from rkmate.graph.capture.captured import Capture, Source
 from rkmate.ir.schedule import Schedule
 from rkmate.ir.simulate import peak_with_gradients, simulate
 from rkmate.pipeline.attempts import Planned, plan_of

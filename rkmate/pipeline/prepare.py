@@ -25,7 +25,7 @@ from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.blocks.wishes import Wishes, check_names, wishes_of
-from rkmate.graph.capture.capture import Capture, Source
+from rkmate.graph.capture.captured import Capture, Source
 from rkmate.graph.capture.refusals import refuse_gradients_in_place
 from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
 from rkmate.graph.passes.cluster import Cluster

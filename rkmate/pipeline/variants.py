@@ -16,7 +16,7 @@ from typing import Any
 
 from rkmate.errors import WishError
 from rkmate.graph.blocks.wishes import kept_in_words
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.collectives import groups_of
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.kernels import fastest

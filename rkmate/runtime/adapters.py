@@ -29,7 +29,7 @@ import torch
 
 from rkmate.errors import ArgumentError
 from rkmate.graph.capture.answers import Kinds, kind_of
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.effects import Effects
 from rkmate.graph.capture.recipe import Recipe, Recipes
 from rkmate.graph.capture.structure import Structure, take_apart

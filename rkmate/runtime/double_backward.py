@@ -13,7 +13,7 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.device.random_state import RandomState
 from rkmate.errors import BackwardError
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.structure import take_apart
 from rkmate.runtime.environment import generators_at
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of

@@ -24,7 +24,7 @@ from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.answers import OtherAnswer
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.structure import owner_name, piece_of
 from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.once import unrepeatable

@@ -12,7 +12,7 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.graph.capture.answers import Kinds
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.state import Assigned
 from rkmate.graph.capture.structure import take_call_apart
 from rkmate.runtime.snapshot import (

@@ -12,7 +12,7 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.errors import InfeasibleBudget
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.offload.target import Engines
 from rkmate.pipeline.attempts import Planned
 from rkmate.pipeline.prepare import Traced

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.ops.properties import kind_of_number
 from rkmate.graph.sizes import family
 from rkmate.graph.sizes.dry_run import Recording

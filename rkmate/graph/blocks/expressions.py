@@ -10,7 +10,7 @@ from torch import fx
 
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Block
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.graph.ops.collectives import WAITED, started
 from rkmate.graph.passes.node_calls import OwnFunction, argument, operator_of, view_method
 from rkmate.ir.calls import Argument, Call, Defined, Item, Method, NameTable, Operator, letters

@@ -12,7 +12,7 @@ from rkmate import device as devices
 from rkmate.graph.blocks.expressions import Expressions, local_names
 from rkmate.graph.blocks.lower import Program
 from rkmate.graph.blocks.partition import Block, Partition
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
 from rkmate.graph.ops.collectives import is_collective, spread_of
 from rkmate.ir.calls import Constant, Defined, Name, NameTable, Operator, Writer, in_full

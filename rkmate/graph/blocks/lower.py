@@ -16,7 +16,7 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.errors import CaptureError
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.graph.ops.collectives import is_collective
 from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.in_place import InPlace, in_place_ways

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rkmate.graph.blocks.partition import Block, Partition, rearranged
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.graph.ops.collectives import is_collective
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.recompute import missing_nodes

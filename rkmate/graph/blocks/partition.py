@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rkmate.graph.blocks.cut import CutSettings, cut
 from rkmate.graph.blocks.lower import Program
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.ir.cd import HOISTED, CDGraph, DNode
 from rkmate.torch_seam.nodes import sequence_number
 

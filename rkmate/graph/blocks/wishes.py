@@ -19,7 +19,7 @@ from rkmate.ir.cd import CDGraph
 
 if TYPE_CHECKING:
     from rkmate.graph.blocks.partition import Partition
-    from rkmate.graph.capture.capture import Capture
+    from rkmate.graph.capture.captured import Capture
 
 _JOINED = "collectives, which run once in a step"
 

@@ -11,8 +11,8 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +20,8 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.capture.answers import Kinds, Looked, kinds_of
+from rkmate.graph.capture.answers import Looked, kinds_of
+from rkmate.graph.capture.captured import Capture, read
 from rkmate.graph.capture.collectives import values_are_read
 from rkmate.graph.capture.effects import (
     Effects,
@@ -34,12 +35,9 @@ from rkmate.graph.capture.effects import (
 )
 from rkmate.graph.capture.hidden import Hidden
 from rkmate.graph.capture.opaque import Opaque, with_opaque
-from rkmate.graph.capture.recipe import Recipe
 from rkmate.graph.capture.refusals import (
-    OWN_GENERATOR,
     explained,
     is_data_dependent,
-    place_in,
     refuse_sparse,
 )
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
@@ -53,12 +51,9 @@ from rkmate.graph.capture.state import (
     complete,
     filled,
     members_of,
-    resizes,
 )
 from rkmate.graph.capture.structure import (
-    LOCAL,
     Structure,
-    piece_name,
     refuse_what_a_trace_leaves,
     take_apart,
 )
@@ -76,10 +71,8 @@ from rkmate.torch_seam.modules import (
     HOOKED,
     buffers_by_path,
     buffers_of,
-    parameters_by_path,
     planned_part_of_call,
 )
-from rkmate.torch_seam.nodes import VALUE, descriptor
 from rkmate.torch_seam.patches.autograd import (
     ClosedOverError,
     OwnBackwardError,
@@ -90,80 +83,20 @@ from rkmate.torch_seam.patches.autograd import (
 from rkmate.torch_seam.patches.features import INNER, check_once
 from rkmate.torch_seam.patches.libraries import begins_anew
 from rkmate.torch_seam.patches.modules import MadeByFirstCall
-from rkmate.torch_seam.patches.numerics import CHECKS_BY_VALUE, WRITTEN_ANEW, ChecksByValue
+from rkmate.torch_seam.patches.numerics import WRITTEN_ANEW, ChecksByValue
 from rkmate.torch_seam.tensors import storage_id
 from rkmate.torch_seam.trace import (
-    Role,
     export_joint,
     graphs_without_code,
     load,
     quiet,
-    role_of,
     said_to_export,
 )
 from rkmate.torch_seam.versions import is_off
 
 T = TypeVar("T")
 
-# -- A captured step -------------------------------------------------------------------------------
-
-
-SourceKind = Literal["param", "buffer", "input", "constant", "tangent", "kept", "grad"]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Origin of a placeholder's value when the graph runs."""
-
-    kind: SourceKind
-    key: str | int
-    """Parameter, buffer, a piece of one (`pieces`), or constant: its name.
-    Input: index of the tensor among the arguments.
-    Tangent: index of the output whose gradient it is.
-    Kept: name of a value that the forward leaves for an output that is computed later.
-    Grad: name of the parameter whose ``.grad`` it is; no capture has one, the pass that adds to it does."""
-    repeats: int | None = None
-    """The input that this one is once more (`Capture.repeats`)."""
-
-
-@dataclass(frozen=True)
-class Capture:
-    """A module's training step on one signature, without the loss outside."""
-
-    graph: torch.fx.Graph
-    sources: dict[torch.fx.Node, Source]
-    outputs: tuple[torch.fx.Node | None, ...]
-    """The module's output tensors."""
-    mutations: tuple[tuple[Source, torch.fx.Node], ...]
-    """Buffers and inputs that the forward writes, with the node of the new value."""
-    grads: tuple[tuple[Source, torch.fx.Node], ...]
-    """Gradients of parameters and inputs."""
-    inputs: Structure
-    result: Structure
-    constants: dict[str, torch.Tensor]
-    """Tensors that the forward creates from Python values (lifted by the tracer)."""
-    differentiable: tuple[bool, ...]
-    """Whether each output carries a gradient."""
-    assigned: tuple[Assigned, ...] = ()
-    """Attributes of objects (not of modules) that a first forward has left changed, and later ones do not
-    assign; a trace from either value is the same."""
-    effects: Effects = Effects()
-    """Changes that the forward leaves behind. Their tensors are among the outputs, after the result's."""
-    recipe: Recipe | None = None
-    """Computes the graph's further inputs, which follow the arguments' tensors in number; None if the forward
-    needs no values."""
-    looked: Kinds = ()
-    """Arguments whose values a library has looked at, with the kinds that the graph is for."""
-    repeats: tuple[int, ...] = ()
-    """Inputs that a planned step gets once more, with the numbers after all others: the gradient of each is
-    handed out as the terms of a sum, which autograd adds up with those of other users."""
-    program: str = ""
-    """The text of the exported forward, where the whole graph follows from it (`_text_of_program`), for a
-    second trace to compare with; empty otherwise, and once the capture is complete."""
-
-    def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the graph's inputs, in order. `tensors`: those among the arguments."""
-        return [*tensors, *(() if self.recipe is None else self.recipe.run(tensors))]
+# -- The module as it is traced ---------------------------------------------------------------------
 
 
 class _Found:
@@ -502,99 +435,6 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value
             raise explained(model, args, kwargs, error, program) from error
     refuse_sparse(model, module.graph)
     repair_joint(module.graph)
-    found = _read(module, model, program, inputs, structure, values, flat.found.outputs)
+    found = read(module, model, program, inputs, structure, values, flat.found.outputs)
     return (replace(found, effects=flat.found.effects, looked=looked.found, program=text),
             flat.found.assigned)
-
-
-def _read(module: torch.fx.GraphModule, model: nn.Module, program: nn.Module,
-          inputs: Structure, structure: Structure, values: Values | None, count: int) -> Capture:
-    """`count`: of the outputs."""
-    names = {name for name, _ in parameters_by_path(model)}
-    buffers = {name for name, _ in buffers_by_path(model)}
-    held = dict(program.named_buffers(remove_duplicate=False))
-    lifted = [getattr(module, n.target) for n in module.graph.nodes if n.op == "get_attr"]
-    given, recipe = ({}, None) if values is None else values.found_in(
-        t for t in (*held.values(), *lifted) if isinstance(t, torch.Tensor))
-    sources: dict[torch.fx.Node, Source] = {}
-    constants: dict[str, torch.Tensor] = {}
-
-    def source(role: Role, said: object) -> Source:
-        if role.kind in ("parameter", "buffer"):
-            name = role.name.removeprefix("model.")
-            if name in local_names():
-                return Source("param", piece_name(name, LOCAL))
-            if name in names:
-                return Source("param", name)
-            if name in buffers:
-                return Source("buffer", name)
-            if given and storage_id(held[role.name]) in given:
-                return Source("input", inputs.count + given[storage_id(held[role.name])])
-            constants[role.name] = held[role.name].detach()
-            return Source("constant", role.name)
-        if role.kind == "piece" and role.of is not None:
-            of = source(role.of, said)
-            if of.kind in ("param", "buffer"):
-                return Source(of.kind, piece_name(str(of.key), role.name))
-        if role.kind in ("input", "tangent"):
-            return Source("input" if role.kind == "input" else "tangent", role.index)
-        if role.kind == "other" and role.of is not None and role.of.kind == "parameter":
-            raise CaptureError(f"{type(model).__name__}: the forward changes the parameter "
-                               f"{role.of.name.removeprefix('model.')!r} in place, which cannot be "
-                               "planned: change it outside of the forward, or keep it in a buffer")
-        if role.kind == "token":
-            raise ChecksByValue(f"{type(model).__name__} uses an operation that {CHECKS_BY_VALUE}")
-        raise CaptureError(f"{type(model).__name__}: the captured graph has an input of a kind that "
-                           f"is not supported: {said}")
-
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            sources[node] = source(role_of(descriptor(node)), descriptor(node))
-        elif node.op == "get_attr":
-            value = getattr(module, node.target)
-            if isinstance(value, torch.Generator):
-                place = place_in("\n".join(user.stack_trace or "" for user in node.users))
-                raise CaptureError(f"{type(model).__name__} cannot be captured{place}: it {OWN_GENERATOR}")
-            if not isinstance(value, torch.Tensor):
-                raise CaptureError(f"{type(model).__name__} uses the higher-order operation "
-                                   f"{node.target}, which cannot be planned statically; "
-                                   "rkmate.dtr runs such models")
-            if given and storage_id(value) in given:
-                sources[node] = Source("input", inputs.count + given[storage_id(value)])
-                continue
-            constants[node.target] = value.detach()
-            sources[node] = Source("constant", node.target)
-    shapes = {s: n.meta[VALUE].shape for n, s in sources.items() if VALUE in n.meta}
-    output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
-    outputs: list[torch.fx.Node | None] = [None] * count
-    mutations: list[tuple[Source, torch.fx.Node]] = []
-    grads: list[tuple[Source, torch.fx.Node]] = []
-    for node, said in zip(output.args[0], descriptor(output), strict=True):
-        if said is None or node is None:
-            continue
-        role = role_of(said)
-        if role.kind == "output":
-            outputs[role.index] = node
-        elif role.kind == "mutation" and role.of is not None:
-            target, shape = source(role.of, said), node.meta[VALUE].shape
-            if target.kind == "buffer" and shape != shapes.get(target, shape):
-                raise CaptureError(resizes(model, str(target.key)))
-            mutations.append((target, node))
-        elif role.kind == "gradient" and role.of is not None:
-            of = source(role.of, said)
-            if node.meta[VALUE].layout is not torch.strided:
-                raise CaptureError(
-                    f"{type(model).__name__}: the gradient of {of.key} is sparse, and only dense "
-                    "gradients can be planned (nn.Embedding: sparse=False)")
-            grads.append((of, node))
-        else:
-            raise CaptureError(f"{type(model).__name__}: the captured graph has an output of a kind "
-                               f"that is not supported: {said}")
-    changing = set() if values is None else values.numbers & {str(s.key) for s, _ in mutations}
-    if changing:
-        raise CaptureError(f"{type(model).__name__}: the forward reads a number from the buffer "
-                           f"{min(changing)!r}, which it changes, too: each number would take a plan of its "
-                           "own. Compute with the buffer instead, or decide outside of the forward")
-    tangents = {s.key for s in sources.values() if s.kind == "tangent"}
-    return Capture(module.graph, sources, tuple(outputs), tuple(mutations), tuple(grads), inputs,
-                   structure, constants, tuple(i in tangents for i in range(count)), recipe=recipe)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.graph.capture.repairs import retrace
 from rkmate.graph.ops.embeddings import ADD_EMBEDDING_GRADIENT, ADD_ROWS, bytes_of_rows
 from rkmate.graph.ops.products import ADD_CONVOLUTION_GRADIENT

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from rkmate.graph.capture.capture import Capture, Source
+from rkmate.graph.capture.captured import Capture, Source
 from rkmate.graph.ops.properties import is_view
 from rkmate.torch_seam.nodes import carry_wish, copied, is_backward, wish_of
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.joint import Deferred, Joint, owner_of
 from rkmate.graph.passes.lean import is_wide

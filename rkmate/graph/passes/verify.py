@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from rkmate.errors import GraphError
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.joint import Joint, adds
 from rkmate.graph.passes.tiles.tiled import Tiled

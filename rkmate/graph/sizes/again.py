@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from rkmate import device as devices
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.effects import Effects
 from rkmate.graph.capture.hints import hints_in
 from rkmate.graph.capture.opaque import Opaque

@@ -18,8 +18,8 @@ from torch import fx, nn
 from rkmate.errors import CaptureError
 from rkmate.graph.capture import hints
 from rkmate.graph.capture.answers import kinds_of
-from rkmate.graph.capture.capture import Capture, Source
 from rkmate.graph.capture.capture import capture as capture_whole
+from rkmate.graph.capture.captured import Capture, Source
 from rkmate.graph.capture.effects import Effects
 from rkmate.graph.capture.opaque import Opaque
 from rkmate.graph.capture.structure import form_of, take_apart

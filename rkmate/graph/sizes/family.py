@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rkmate.graph.capture.answers import Kinds
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.structure import Structure, TensorForm, form_of, take_apart
 from rkmate.graph.ops.properties import kind_of_number
 from rkmate.graph.sizes.dry_run import Recording, dry_run

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import fx
 
-from rkmate.graph.capture.capture import Capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.sizes.dry_run import Recording
 from rkmate.torch_seam.nodes import TENSOR_META, VALUE, add_like
 from rkmate.torch_seam.tensors import FakeTensor, FakeTensorMode, fake_like, read_directly, storage_id

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rkmate.graph.blocks.cut import CutSettings
 from rkmate.graph.blocks.lower import Program
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.ir.cd import CDGraph
 from tests.planners.problems import training_graph
 

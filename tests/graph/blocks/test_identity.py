@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rkmate.graph.blocks.identity import block_texts
 from rkmate.graph.blocks.lower import lower
 from rkmate.graph.blocks.partition import partition
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.tiles.source import Give
 from rkmate.graph.passes.tiles.tiled import Tiled

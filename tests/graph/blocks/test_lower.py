@@ -12,7 +12,7 @@ from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.blocks.identity import block_texts, classes_of
 from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.partition import partition
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.graph.passes.joint import Joint
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rkmate.graph.capture.capture import Source, SourceKind
+from rkmate.graph.capture.captured import Source, SourceKind
 from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.table import REWRITES, rewrite
 

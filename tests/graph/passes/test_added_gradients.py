@@ -10,7 +10,7 @@ from torch import fx
 
 from rkmate.errors import GraphError, ScheduleError
 from rkmate.graph.blocks.lower import lower
-from rkmate.graph.capture.capture import Source
+from rkmate.graph.capture.captured import Source
 from rkmate.graph.passes.cleanup import drop_dead
 from rkmate.graph.passes.gradients import add_gradients_in_place
 from rkmate.graph.passes.joint import Joint, adds

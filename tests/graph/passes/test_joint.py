@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from rkmate.graph.capture.capture import Source, capture
+from rkmate.graph.capture.capture import capture
+from rkmate.graph.capture.captured import Source
 from rkmate.graph.passes.joint import Deferred, Joint
 from rkmate.graph.passes.table import simplify
 from rkmate.graph.passes.verify import verify

@@ -9,7 +9,8 @@ import torch
 from torch import fx, nn
 
 from rkmate.errors import GraphError
-from rkmate.graph.capture.capture import Source, capture
+from rkmate.graph.capture.capture import capture
+from rkmate.graph.capture.captured import Source
 from rkmate.graph.capture.repairs import Rewrite
 from rkmate.graph.passes import table
 from rkmate.graph.passes.joint import Joint

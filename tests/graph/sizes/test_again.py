@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import rkmate
-from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.capture import capture as capture_whole
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.structure import form_of, take_apart
 from rkmate.graph.sizes import again, depth
 from rkmate.graph.sizes.dry_run import dry_run

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rkmate
-from rkmate.graph.capture.capture import Capture
 from rkmate.graph.capture.capture import capture as capture_whole
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.hints import hints_in
 from rkmate.graph.capture.structure import form_of
 from rkmate.graph.sizes import depth

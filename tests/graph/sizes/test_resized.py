@@ -11,7 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from rkmate.graph.capture.capture import Capture, capture
+from rkmate.graph.capture.capture import capture
+from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.structure import form_of, take_apart
 from rkmate.graph.sizes.dry_run import Recording, dry_run
 from rkmate.graph.sizes.resized import Known, resized, side_by_side
