@@ -31,6 +31,7 @@ from rkmate.pipeline.attempts import (
     warn_of,
     with_more_options,
 )
+from rkmate.pipeline.device_room import device_room, largest_that_fits
 from rkmate.pipeline.following import (
     place_of,
     planned_as_named,
@@ -51,9 +52,7 @@ from rkmate.pipeline.prepare import (
 )
 from rkmate.pipeline.refuse import (
     Refused,
-    device_room,
     error_of_all,
-    largest_that_fits,
     limit_of,
     refuse_unmeasured,
     refused_as_it_is,
@@ -141,70 +140,106 @@ def _compared(prepared: Prepared, limit: int, planner: str,
               blocks: Mapping[Variant, Blocked] = MappingProxyType({})) -> Planned:
     """Compare the variants' plans; an earlier process may have done so. `blocks`: variants that were cut into
     blocks before."""
-    blocked, traced = prepared.blocked, prepared.blocked.traced
+    traced = prepared.blocked.traced
     method = find_planner(planner, traced.settings.of_planner)
     place = None if fits(prepared, method, limit) else place_of(prepared, limit, method.name)
     known = None if place is None else recall(place, prepared, limit, method.name, blocks)
     if known is not None:
         warn_of(known[0].prepared, known[1])
         return known[0]
-    taken: Found | None = None
-    before: Found | None = None
-    refused: list[Refused] = []
-    late: list[str] = []
-    spent = {blocked.variant: sum(prepared.stage_seconds.values()) - traced.seconds}
-    variants = (blocked.variant, *others(traced.settings, blocked.concerned))
-    quick: list[Found] = []
+    variants = (prepared.blocked.variant, *others(traced.settings, prepared.blocked.concerned))
+    compared = _Comparison(prepared, limit, method, blocks)
     for number, variant in enumerate(variants):
-        start, here = time.perf_counter(), prepared
         traced.progress.part = f" (graph {number + 1} of at most {len(variants)})" if number else ""
-        if variant is not blocked.variant:
-            if taken is not None and not _may_win(taken.plan, prepared, limit, variant):
-                continue
-            if taken is not None and traced.is_late:
-                late.append(variant.name)
-                continue
-            cut = blocks.get(variant) or block(traced, variant)
-            if TILES in variant.rows and not all(cut.concerned[row.name] for row in variant.rows):
-                continue                        # nothing runs in tiles, or without passes for norms
-            lean = refused_as_it_is(cut, method, limit) if taken is None else None
-            if lean is not None:
-                refused.append(Refused(lean, limit, measured=False))
-                spent[variant] = time.perf_counter() - start
-                continue
-            here = prepare(traced, blocked=cut, limit=lambda blocked: limit)
-        if taken is None or _is_worth_solving(taken.plan, here, method, limit):
-            below = math.inf if taken is None else _to_win(
-                taken.plan, None if before is None else before.plan, variant)
-            found = fastest_plan(here, method, limit, below)
-            if isinstance(found, Refused):
-                refused.append(found)
-            else:
-                quick.append(found)
-                if variant is blocked.variant:
-                    before = found
-                if taken is None or found.plan.step_seconds < below:
-                    taken = found
-                # Those that no longer search can make the fastest need not stay in memory.
-                most = taken.plan.step_seconds / (1 - FASTER_BY)
-                quick = [each for each in quick if each.may_take(most)]
-        spent[variant] = spent.get(variant, 0.0) + time.perf_counter() - start
+        compared.look_at(variant)
     traced.progress.part = ""
-    if taken is None:
-        taken = Found(_as_named(prepared, limit, method, refused))
-    taken, before = _searched_longer(quick, taken, before, method, limit, spent)
-    here, of_first = taken.planned.prepared, None if before is None else before.plan
-    rest = sum(seconds for variant, seconds in spent.items() if variant is not here.blocked.variant)
-    plan = _against(taken.plan, of_first, prepared)
-    if len(spent) > 1:
-        plan = replace(plan, stage_seconds={**plan.stage_seconds, "other variants": rest})
-    if late:
-        plan = replace(plan, note=f"{plan.note}; planning_seconds left no time for {', '.join(late)}")
-    planned, reason = replace(taken.planned, plan=plan), _reason(taken.plan, of_first)
-    warn_of(here, reason)
+    planned, reason = compared.result()
+    warn_of(planned.prepared, reason)
     if place is not None:
         remember(place, planned, reason)
     return planned
+
+
+class _Comparison:
+    """The plans of a model's variants, compared one after the other; the first variant comes first."""
+
+    def __init__(self, prepared: Prepared, limit: int, method: Planner,
+                 blocks: Mapping[Variant, Blocked]) -> None:
+        """`prepared`: the first variant; `blocks`: variants that were cut into blocks before."""
+        self.prepared, self.limit, self.method, self.blocks = prepared, limit, method, blocks
+        self.traced, self.first = prepared.blocked.traced, prepared.blocked.variant
+        self.taken: Found | None = None
+        """The plan to take."""
+        self.before: Found | None = None
+        """That of the first variant."""
+        self.quick: list[Found] = []
+        """Plans that a longer search may make the fastest."""
+        self.refused: list[Refused] = []
+        self.late: list[str] = []
+        """Variants for which no time was left."""
+        self.spent = {self.first: sum(prepared.stage_seconds.values()) - self.traced.seconds}
+        """Each variant's seconds."""
+
+    def look_at(self, variant: Variant) -> None:
+        """Plan a variant, unless it cannot win, and take its plan where it is the fastest."""
+        start = time.perf_counter()
+        if variant is not self.first and self.taken is not None:
+            if not _may_win(self.taken.plan, self.prepared, self.limit, variant):
+                return
+            if self.traced.is_late:
+                self.late.append(variant.name)
+                return
+        here = self._prepared(variant)
+        if here is not None and (
+                self.taken is None or _is_worth_solving(self.taken.plan, here, self.method, self.limit)):
+            self._plan(here)
+        self.spent[variant] = self.spent.get(variant, 0.0) + time.perf_counter() - start
+
+    def _prepared(self, variant: Variant) -> Prepared | None:
+        """Return a variant with its costs; None where nothing in it is what it is for, or where its bounds
+        refuse the budget while no other plan is known."""
+        if variant is self.first:
+            return self.prepared
+        cut = self.blocks.get(variant) or block(self.traced, variant)
+        if TILES in variant.rows and not all(cut.concerned[row.name] for row in variant.rows):
+            return None                         # nothing runs in tiles, or without passes for norms
+        lean = refused_as_it_is(cut, self.method, self.limit) if self.taken is None else None
+        if lean is not None:
+            self.refused.append(Refused(lean, self.limit, measured=False))
+            return None
+        return prepare(self.traced, blocked=cut, limit=lambda blocked: self.limit)
+
+    def _plan(self, here: Prepared) -> None:
+        variant, taken = here.blocked.variant, self.taken
+        below = math.inf if taken is None else _to_win(
+            taken.plan, None if self.before is None else self.before.plan, variant)
+        found = fastest_plan(here, self.method, self.limit, below)
+        if isinstance(found, Refused):
+            self.refused.append(found)
+            return
+        self.quick.append(found)
+        if variant is self.first:
+            self.before = found
+        if taken is None or found.plan.step_seconds < below:
+            self.taken = taken = found
+        # Those that no longer search can make the fastest need not stay in memory.
+        most = taken.plan.step_seconds / (1 - FASTER_BY)
+        self.quick = [each for each in self.quick if each.may_take(most)]
+
+    def result(self) -> tuple[Planned, tuple[str, str]]:
+        """Return the fastest plan, and why its variant was taken (`_reason`), after longer searches where
+        they may change which one that is. Raises the error of the refusals where there is none."""
+        taken = self.taken or Found(_as_named(self.prepared, self.limit, self.method, self.refused))
+        taken, before = _searched_longer(self.quick, taken, self.before, self.method, self.limit, self.spent)
+        of_first, variant = None if before is None else before.plan, taken.planned.prepared.blocked.variant
+        plan = _against(taken.plan, of_first, self.prepared)
+        if len(self.spent) > 1:
+            rest = sum(seconds for other, seconds in self.spent.items() if other is not variant)
+            plan = replace(plan, stage_seconds={**plan.stage_seconds, "other variants": rest})
+        if self.late:
+            plan = replace(plan,
+                           note=f"{plan.note}; planning_seconds left no time for {', '.join(self.late)}")
+        return replace(taken.planned, plan=plan), _reason(taken.plan, of_first)
 
 
 def _as_named(prepared: Prepared, limit: int, method: Planner, refused: Sequence[Refused]) -> Planned:

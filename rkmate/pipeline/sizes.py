@@ -17,8 +17,9 @@ from rkmate.ir.kernels import by_own_kernels, seconds_to_gain
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.measure.temporaries import bytes_of, bytes_of_parts
 from rkmate.pipeline.attempts import WORTH, Orders, Planned, attempted, plan_of, warn_of
+from rkmate.pipeline.device_room import device_room, largest_that_fits
 from rkmate.pipeline.prepare import Prepared, Traced, block, prepare, with_operation_costs
-from rkmate.pipeline.refuse import device_room, largest_that_fits, limit_of, room_within
+from rkmate.pipeline.refuse import limit_of, room_within
 from rkmate.pipeline.solve import solve_with
 from rkmate.pipeline.variants import Variant, first, is_faster, named
 from rkmate.planners.chain import ChainSearch

@@ -15,8 +15,8 @@ from rkmate.budget import DeviceShare, parse_budget
 from rkmate.errors import InfeasibleBudget
 from rkmate.ir.allocator import CachingAllocator
 from rkmate.ir.reserved import Beside
-from rkmate.pipeline import refuse as reserved_module
-from rkmate.pipeline.refuse import DeviceRoom, largest_that_fits
+from rkmate.pipeline import device_room as reserved_module
+from rkmate.pipeline.device_room import DeviceRoom, largest_that_fits
 from tests.device.fake import FakeDevice
 
 MB = 10**6
