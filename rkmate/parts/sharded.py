@@ -300,7 +300,7 @@ class Sharded(ShardedParts):
         kwargs = {**kwargs, GIVEN: self.rest.given}
         with self.rest.stubs():
             key = tail.cache.observations.with_kinds(*guards_of(tail.reader, args, kwargs))
-            if tail.cache.find(key) is not None:
+            if tail.cache.kept.find(key) is not None:
                 return True
             try:
                 tail.cache.make(self.provide(tail, key, args, kwargs), args, kwargs)
@@ -368,8 +368,8 @@ class Sharded(ShardedParts):
             self._exchanges.watch(opened[-1], follower.original)
         if step is None or leader._step is None:    # given up
             return
-        kept = follower.cache.kept
-        capture = kept[-1].capture if kept else None
+        latest = follower.cache.kept.latest()
+        capture = None if latest is None else latest.capture
         found = next(((part, way) for part, (way, _) in self._chosen.get(follower, {}).items()
                       if part.traced.capture is capture), None)
         if not opened or found is None:

@@ -93,7 +93,7 @@ class ShardedParts(OneBudget):
         calls that are gone. Each call changes once: after that, only its plans follow the loss."""
         gone: set[tuple[Follower, Part]] = set()
         for follower, chosen in self._chosen.items():
-            for known in follower.cache.kept:
+            for known in follower.cache.kept.all():
                 part = next((p for p in chosen if p.loss is None and p.traced.capture is known.capture), None)
                 if part is not None and known.mask != part.traced.wanted:
                     self._losses.setdefault(follower, {})[part] = known.mask

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import or_
@@ -18,9 +20,10 @@ from rkmate.pipeline.attempts import Planned
 from rkmate.pipeline.prepare import Traced
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.sizes import KnownPlan
+from rkmate.runtime.adapters import Observations
 from rkmate.runtime.executable import PlannedStep
-from rkmate.runtime.guards import Guards
-from rkmate.runtime.lengths import Member
+from rkmate.runtime.guards import FlagGuards, Guards, changing, differing, warn_of_changes
+from rkmate.runtime.lengths import Member, alike, outdated
 from rkmate.runtime.outside import LOOKS, MANY, Outside, Shown, is_over, warn_of_other_layers, warn_of_others
 from rkmate.runtime.recorded_step import RecordedStep
 from rkmate.runtime.segments import OpenCalls
@@ -253,3 +256,94 @@ def attributes_in(key: Guards, hooks_outside: bool = False) -> list[tuple[str, A
     return [(path, value) for path, value in key.attributes.content
             if path not in REPLACED and not path.endswith(f".{COMPILED_CALL}")
             and not (hooks_outside and path == HOOKS_OF_FORWARD)]
+
+
+class KeptPlans:
+    """The signatures of one module that have plans, the latest used last. A lock guards them."""
+
+    def __init__(self, name: str, observations: Observations) -> None:
+        """`name`: of the module, for a warning; `observations`: what signatures tell of values, which goes
+        with the last signature that needs it."""
+        self._name, self._observations = name, observations
+        self._by_key: OrderedDict[Guards, Specialization] = OrderedDict()
+        self._last: tuple[Guards, Specialization] | None = None
+        """The last that is kept, where it was also found last: compared with a call before that is hashed."""
+        self._lock = threading.RLock()
+        self._warned = False
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def all(self) -> list[Specialization]:
+        """Return the plans of each signature, the latest used last."""
+        with self._lock:
+            return [*self._by_key.values()]
+
+    def signatures(self) -> list[Guards]:
+        """Return the signatures, the latest used last."""
+        with self._lock:
+            return [*self._by_key]
+
+    def latest(self) -> Specialization | None:
+        """Return the plans of the signature that was used last."""
+        with self._lock:
+            return next(reversed(self._by_key.values()), None)
+
+    def find(self, key: Guards) -> Specialization | None:
+        """Return the plans of a signature; it becomes the latest used."""
+        with self._lock:
+            if self._last is not None and self._last[0] == key:
+                return self._last[1]
+            known = self._by_key.get(key)
+            if known is not None:
+                self._by_key.move_to_end(key)
+                self._last = key, known
+            return known
+
+    def has_flags(self, flags: FlagGuards) -> bool:
+        """Return whether some plan was made for these submodules with their train and gradient flags and
+        hooks."""
+        return any(k.flags == flags for k in self.signatures())
+
+    def has_parts(self, flags: FlagGuards) -> bool:
+        """Return whether some plan was made for these submodules."""
+        return any(k.flags.parts == flags.parts for k in self.signatures())
+
+    def differing(self, key: Guards) -> str:
+        """Return how a call differs from the nearest planned call."""
+        return differing(key, self.signatures())
+
+    def of_other_sizes(self, key: Guards) -> list[Specialization]:
+        """Return the signatures that differ only in sizes, the latest used last."""
+        with self._lock:
+            return [s for k, s in self._by_key.items() if alike(k, key)]
+
+    def keep(self, key: Guards, new: Specialization, others: Sequence[Specialization], most: int) -> None:
+        """Keep a new signature, and `others`, which it was derived from. Where all take more than `most`
+        bytes of the host, the least recently used go."""
+        with self._lock:
+            self._last = key, new
+            for k in [k for k, s in self._by_key.items() if s.member is not None
+                      and any(s is other for other in others)]:
+                self._by_key.move_to_end(k)
+            self._by_key[key] = new
+            for k in outdated(key, [k for k, s in self._by_key.items() if s.member is None]):
+                del self._by_key[k]
+                self._observations.keep(self._by_key)
+            total = sum(s.bytes for s in self._by_key.values())
+            while len(self._by_key) > 1 and total > most:
+                total -= self._by_key.popitem(last=False)[1].bytes
+                self._observations.keep(self._by_key)
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._by_key.clear()
+            self._last = None
+
+    def warn_of_changes(self, key: Guards) -> None:
+        """Warn, once, where attributes of the module change so that each call takes a new plan."""
+        names = [] if self._warned else changing(key, self.signatures())
+        if names:
+            self._warned = True
+            warn_of_changes(self._name, names)

@@ -209,7 +209,7 @@ class PlannedModule(StandIn):
         """Find the plan of a call and run its step. Returns the result of the forward."""
         key = call.key
         assert key is not None, "an adapter has read it"
-        known = self._plans.find(key)
+        known = self._plans.kept.find(key)
         if known is None:
             known = self._new_signature(key, call.args, call.kwargs)
             if known is None:
@@ -332,19 +332,19 @@ class PlannedModule(StandIn):
         refuse_flat_parameters(self._original)
         if len(self._plans) and not self._plans.has_prototype(key):
             if self._on_new_shape == "error":
-                raise ArgumentError(f"a call differs from the planned ones in {self._plans.differing(key)}; "
-                                    'and on_new_shape is "error"')
+                raise ArgumentError("a call differs from the planned ones in "
+                                    f"{self._plans.kept.differing(key)}; and on_new_shape is \"error\"")
             if self._on_new_shape == "original":
                 if "shape" not in self._told:       # such a call may come in every step
                     self._tell("shape", "a call differs from the planned ones in "
-                                        f"{self._plans.differing(key)}: the original module runs "
+                                        f"{self._plans.kept.differing(key)}: the original module runs "
                                         "instead, without a budget")
                 return None
             if "plan" not in self._told:
                 self._told.add("plan")
                 logger.warning("a call differs from the planned ones in %s: a plan is made for it, and "
                                "kept (this is said once, and how long such plans took after 10 and 100)",
-                               self._plans.differing(key))
+                               self._plans.kept.differing(key))
         if key in self._unplanned or not self._has_something_to_train(args, kwargs):
             return None
         try:
@@ -357,10 +357,10 @@ class PlannedModule(StandIn):
 
     def _leave_unplanned(self, key: Guards, error: CaptureError) -> None:
         """Let a call run as it is that cannot be planned any more. Raises the error if it never could be."""
-        if self._plans.has_flags(key.flags) or not self._plans.has_parts(key.flags):
+        if self._plans.kept.has_flags(key.flags) or not self._plans.kept.has_parts(key.flags):
             raise error
         self._note_unplanned(key)
-        warn(f"a call differs from the planned ones in {self._plans.differing(key)}, and such a call "
+        warn(f"a call differs from the planned ones in {self._plans.kept.differing(key)}, and such a call "
              f"cannot be planned: the original module runs instead, without a budget. {error}")
 
     def _note_unplanned(self, key: Guards) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,9 +35,17 @@ from rkmate.runtime.agreement import Ranks, description, ranks_in, ranks_of, sho
 from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
-from rkmate.runtime.guards import FlagGuards, Guards, changing, differing, warn_of_changes
-from rkmate.runtime.kept_plans import Executable, Planning, Prototype, Specialization, TangentMask, handed_on
-from rkmate.runtime.lengths import Member, NewSizes, alike, compare, derive, known_at, members_for, outdated
+from rkmate.runtime.guards import Guards
+from rkmate.runtime.kept_plans import (
+    Executable,
+    KeptPlans,
+    Planning,
+    Prototype,
+    Specialization,
+    TangentMask,
+    handed_on,
+)
+from rkmate.runtime.lengths import Member, NewSizes, compare, derive, known_at, members_for
 from rkmate.runtime.outside import (
     LOOKS,
     MANY,
@@ -67,8 +73,7 @@ logger = logging.getLogger("rkmate")
 class PlanCache:
     """Makes the plans of one module on demand, and keeps the latest.
 
-    A lock of its own guards what is kept: a forward that finds its plan never waits for a thread that
-    plans.
+    A forward that finds its plan never waits for a thread that plans: what is kept has a lock of its own.
     """
 
     def __init__(self, model: nn.Module, planning: Planning, saved: Sequence[Plan | Prototype] = ()) -> None:
@@ -78,11 +83,7 @@ class PlanCache:
         self.observations = Observations()
         self._prototypes = self._looking([s for s in saved if isinstance(s, Prototype)])
         self._saved = [s.planned.plan if isinstance(s, Prototype) else s for s in saved]
-        self._kept: OrderedDict[Guards, Specialization] = OrderedDict()
-        self._last: tuple[Guards, Specialization] | None = None
-        """The last that is kept, where it was also found last: compared with a call before that is hashed."""
-        self._lock = threading.RLock()
-        self._warned = False
+        self.kept = KeptPlans(type(self.model).__name__, self.observations)
         self.open_calls = OpenCalls(planning.calls_at_once, counts=planning.counts_calls,
                                     more_calls=planning.more_calls)
         # Parts have a share of a known step.
@@ -94,7 +95,7 @@ class PlanCache:
         self._engines = planning.engines or Engines(planning.settings.offload)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.kept)
 
     def recorded(self, ready: Executable, tensors: Sequence[torch.Tensor]) -> RecordedStep | None:
         """Return the recording to replay for a call; None where its step runs as it is: the first one of a
@@ -108,50 +109,19 @@ class PlanCache:
 
     def all(self) -> list[Plan]:
         """Return every plan that is kept."""
-        with self._lock:
-            return [e.plan for s in self._kept.values() for e in list(s.executables.values())] or self._saved
+        return [e.plan for s in self.kept.all() for e in list(s.executables.values())] or self._saved
 
     def follow(self, prototypes: Sequence[Prototype]) -> None:
         """Forget all plans, and follow these from now on."""
-        with self._lock:
-            self._prototypes = self._looking(prototypes)
-            self._saved = [p.planned.plan for p in prototypes]
-            self._kept.clear()
-            self._last = None
+        self._prototypes = self._looking(prototypes)
+        self._saved = [p.planned.plan for p in prototypes]
+        self.kept.clear()
 
     def _looking(self, prototypes: Sequence[Prototype]) -> list[Prototype]:
         """Return prototypes whose keys have the kinds of the arguments that libraries look at."""
         look = self.observations.look
         return [replace(p, key=look(p.key, p.traced.capture.looked), also=tuple(
             look(key, p.traced.capture.looked) for key in p.also)) for p in prototypes]
-
-    @property
-    def kept(self) -> list[Specialization]:
-        """The plans of each signature, the latest used last."""
-        with self._lock:
-            return [*self._kept.values()]
-
-    def find(self, key: Guards) -> Specialization | None:
-        """Return the plans of a signature; it becomes the latest used."""
-        with self._lock:
-            if self._last is not None and self._last[0] == key:
-                return self._last[1]
-            known = self._kept.get(key)
-            if known is not None:
-                self._kept.move_to_end(key)
-                self._last = key, known
-            return known
-
-    def has_flags(self, flags: FlagGuards) -> bool:
-        """Return whether some plan was made for these submodules with their train and gradient flags and
-        hooks."""
-        with self._lock:
-            return any(k.flags == flags for k in self._kept)
-
-    def has_parts(self, flags: FlagGuards) -> bool:
-        """Return whether some plan was made for these submodules."""
-        with self._lock:
-            return any(k.flags.parts == flags.parts for k in self._kept)
 
     def has_prototype(self, key: Guards) -> bool:
         """Return whether a call follows the plan of an equal one that was captured before."""
@@ -160,16 +130,11 @@ class PlanCache:
     def _prototype(self, key: Guards) -> Prototype | None:
         return next((p for p in self._prototypes if p.fits(self.model, key)), None)
 
-    def differing(self, key: Guards) -> str:
-        """Return how a call differs from the nearest planned call."""
-        with self._lock:
-            return differing(key, self._kept)
-
     def make(self, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any],
              plan: Plan | None = None) -> Specialization:
         """Plan for a new signature. `plan`: one to follow; `PlanError` when it does not fit."""
         with planning_lock, gc_pause(lasting=True):
-            known = self.find(key)
+            known = self.kept.find(key)
             if known is not None:
                 return known
             ranks = ranks_of(plan) or self._ranks
@@ -184,11 +149,11 @@ class PlanCache:
     def _make(self, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
               ranks: Ranks | None) -> Specialization:
         """Plan for a new signature. `ranks`: those that make one plan for it; None: this process alone."""
-        if not self.has_flags(key.flags):
+        if not self.kept.has_flags(key.flags):
             refuse_what_cannot_repeat(self.model, args, kwargs,
                                       hooks_outside=self.planning.hooks_outside)
-        self._warn_of_changes(key)
-        start, others, budget = time.perf_counter(), self._of_other_sizes(key), self.planning.budget
+        self.kept.warn_of_changes(key)
+        start, others, budget = time.perf_counter(), self.kept.of_other_sizes(key), self.planning.budget
         members = members_for(key, [s.member for s in others])
         derived, recording = derive(self.model, args, kwargs, key, members)
         like = None if plan is not None else self._prototype(key)
@@ -226,7 +191,7 @@ class PlanCache:
             if self.planning.over is not None and ranks is None:
                 executable, refused = self._at_least(traced, error)
                 self.planning.over(refused)
-            elif not self._kept:
+            elif not len(self.kept):
                 raise
             else:
                 shapes = ", ".join(str(tuple(place[0])) for place in key.inputs)
@@ -244,37 +209,8 @@ class PlanCache:
                 compare(self.model, [*members, known.member])
         if len(self):
             self.new_sizes.add(derived is not None, time.perf_counter() - start)
-        self._keep(key, known, others)
+        self.kept.keep(key, known, others, self.planning.settings.kept_plans_bytes)
         return known
-
-    def _of_other_sizes(self, key: Guards) -> list[Specialization]:
-        """Return the kept signatures that differ only in sizes, the latest used last."""
-        with self._lock:
-            return [s for k, s in self._kept.items() if alike(k, key)]
-
-    def _keep(self, key: Guards, new: Specialization, others: Sequence[Specialization]) -> None:
-        """Keep a new signature, and what it was derived from; the least recently used go."""
-        with self._lock:
-            self._last = key, new
-            for k in [k for k, s in self._kept.items() if s.member is not None
-                      and any(s is other for other in others)]:
-                self._kept.move_to_end(k)
-            self._kept[key] = new
-            for k in outdated(key, [k for k, s in self._kept.items() if s.member is None]):
-                del self._kept[k]
-                self.observations.keep(self._kept)
-            total = sum(s.bytes for s in self._kept.values())
-            while len(self._kept) > 1 and total > self.planning.settings.kept_plans_bytes:
-                total -= self._kept.popitem(last=False)[1].bytes
-                self.observations.keep(self._kept)
-
-    def _warn_of_changes(self, key: Guards) -> None:
-        with self._lock:
-            latest = list(self._kept)
-        names = [] if self._warned else changing(key, latest)
-        if names:
-            self._warned = True
-            warn_of_changes(type(self.model).__name__, names)
 
     def current(self, known: Specialization, tensors: Sequence[torch.Tensor]) -> Executable:
         """Return the plan that the next forward follows; made for the loss of the latest one."""
@@ -459,10 +395,9 @@ class PlanCache:
         """Let all plans be made again, when they are needed, for a number of calls before a backward."""
         settings = replace(self.planning.settings, calls=calls)
         self.planning = replace(self.planning, settings=settings)
-        with self._lock:
-            for each in self._kept.values():
-                each.traced = replace(each.traced, settings=replace(each.traced.settings, calls=calls))
-                each.executables.clear()
+        for each in self.kept.all():
+            each.traced = replace(each.traced, settings=replace(each.traced.settings, calls=calls))
+            each.executables.clear()
 
     def _with_ordinary_outputs(self, known: Specialization, found: Executable,
                                tensors: Sequence[torch.Tensor]) -> Executable:

@@ -80,8 +80,7 @@ def test_a_plan_made_again_solves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     module = planned(Tower(dropout=0.2, depth=5), x, budget=0.9)
     first = len(solved)
     assert first
-    module._plans._kept.popitem()                 # as the least recently used one goes, which is not the last
-    module._plans._last = None
+    module._plans.kept.clear()
     module(x).sum().backward()
     assert len(module._plans) == 1
     assert len(solved) == first
@@ -99,12 +98,12 @@ def test_the_original_for_other_shapes() -> None:
 def test_the_least_recently_used_plan_goes_first() -> None:
     model, x = Tower(depth=1), torch.randn(40, 16)
     module = planned(model, x[:1])
-    one = next(iter(module._plans._kept.values())).bytes
+    one = module._plans.kept.all()[0].bytes
     module = planned(model, x[:1], settings=rkmate.Settings(costs="analytic", kept_plans_bytes=5 * one))
     for rows in range(2, 9):
         module(x[:rows])
         module(x[:1])
-    kept = {key[2][0][0][0] for key in module._plans._kept}
+    kept = {key[2][0][0][0] for key in module._plans.kept.signatures()}
     assert 1 < len(kept) <= 6
     assert {1, 8} <= kept                        # used last; 2 and 3 are what others are derived from
     assert 4 not in kept

@@ -254,7 +254,7 @@ def test_settings_that_the_first_forward_completes() -> None:
         assert_same_gradients(model, module, lambda run: run(x).sum())
     assert len(module._plans) == 2
     # The next call finds its plan by identity, without a comparison of all attributes.
-    keys = [k.attributes for k in module._plans._kept]
+    keys = [k.attributes for k in module._plans.kept.signatures()]
     assert any(module._reader.read().attributes is k for k in keys)
 
 

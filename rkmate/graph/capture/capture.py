@@ -81,7 +81,7 @@ from rkmate.torch_seam.patches.autograd import (
     noting_inner_gradients,
 )
 from rkmate.torch_seam.patches.features import INNER, check_once
-from rkmate.torch_seam.patches.libraries import begins_anew
+from rkmate.torch_seam.patches.libraries import begins_anew, is_completed
 from rkmate.torch_seam.patches.modules import MadeByFirstCall
 from rkmate.torch_seam.patches.numerics import WRITTEN_ANEW, ChecksByValue
 from rkmate.torch_seam.tensors import storage_id
@@ -233,8 +233,10 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         # forward does not read what it keeps.
         collected, numbers = result.effects.collected, [(n, n.now()) for n in before.numbers_left()]
         hidden = before.hidden_changes()
-        effects = _repeated(result, model, args, kwargs, start, assigned, numbers, hidden) \
-            if assigned or collected or numbers or hidden else result.effects
+        if collected or numbers or hidden or not all(is_completed(a.holder, a.name, a.old) for a in assigned):
+            effects = _repeated(result, model, args, kwargs, start, assigned, numbers, hidden)
+        else:
+            effects = repeated(result.effects, (), type(model).__name__, hooks=False)
         again = [h for h in hidden if h.has_changed()]
         if again or (hidden and effects is None and not (assigned or collected or numbers)):
             name = type(model).__name__

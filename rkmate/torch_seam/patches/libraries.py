@@ -46,6 +46,17 @@ _LOOKING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "find
 _OBSERVERS = "transformers.utils.output_capturing"
 _ASKING_FOR_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
 """Hooks of transformers, peft and trl on an embedding, for checkpointing above frozen weights."""
+_COMPLETED = {"problem_type": "transformers"}
+"""Attributes that a first forward sets where they are None, and each forward reads afterwards: as a library's
+source does in every model; with that library."""
+
+
+def is_completed(holder: Any, name: str, old: Any) -> bool:
+    """Return whether a forward that has set an attribute of an object does the same when it finds it set.
+    `old`: the value before."""
+    library = _COMPLETED.get(name)
+    return library is not None and old is None and any(
+        base.__module__.partition(".")[0] == library for base in type(holder).__mro__)
 
 
 def is_observer(hook: Any) -> bool:
