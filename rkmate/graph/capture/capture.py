@@ -24,6 +24,7 @@ from rkmate.graph.capture.answers import Looked, kinds_of
 from rkmate.graph.capture.captured import Capture, read
 from rkmate.graph.capture.collectives import values_are_read
 from rkmate.graph.capture.effects import (
+    Collected,
     Effects,
     collected_again,
     counted,
@@ -243,19 +244,7 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             raise CaptureError(f"{name}: the forward changes {(again or hidden)[0]}; {COUNTS}")
         counts = counted(type(model).__name__, numbers, bool(assigned or collected) or effects is not None)
         if effects is None:
-            names = ", ".join(dict.fromkeys([*(a.path for a in assigned[:5]),
-                                             *(c.filled.path for c in collected[:5])]))
-            what, instead = f"assigns {names}", "Keep such state in a buffer (register_buffer), or return it."
-            if any(a.name == HOOKED for a in assigned):
-                what = f"registers backward hooks on its modules ({names})"
-                instead = ("Hook parameters or outputs instead. Libraries do so for their own gradient "
-                           "checkpointing, which a plan replaces: switch it off "
-                           "(model.gradient_checkpointing_disable())")
-            error = _NotRepeated(f"{type(model).__name__}: the forward {what}; a captured step would not "
-                                 f"repeat that. {instead}")
-            left = [*(a.new for a in assigned), *(c.filled.new for c in collected)]
-            error.learns = any(t.requires_grad for value in left for t in tensors_in(value))
-            raise error
+            raise _not_repeated(model, assigned, collected)
         # What only the first forward assigns is assigned now; in a module it may say that hooks were added.
         written = {w.place for w in effects.attributes}
         kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)
@@ -272,6 +261,25 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                            "planned step would not do again: put it into an attribute of a module, a list or "
                            "a dictionary, or return it")
     return found
+
+
+def _not_repeated(model: nn.Module, assigned: Sequence[Assigned], collected: Sequence[Collected]
+                  ) -> _NotRepeated:
+    """Return the error of a forward that does something else a second time. `collected`: what it has put into
+    lists and dictionaries."""
+    names = ", ".join(dict.fromkeys([*(a.path for a in assigned[:5]),
+                                     *(c.filled.path for c in collected[:5])]))
+    what, instead = f"assigns {names}", "Keep such state in a buffer (register_buffer), or return it."
+    if any(a.name == HOOKED for a in assigned):
+        what = f"registers backward hooks on its modules ({names})"
+        instead = ("Hook parameters or outputs instead. Libraries do so for their own gradient "
+                   "checkpointing, which a plan replaces: switch it off "
+                   "(model.gradient_checkpointing_disable())")
+    error = _NotRepeated(f"{type(model).__name__}: the forward {what}; a captured step would not "
+                         f"repeat that. {instead}")
+    left = [*(a.new for a in assigned), *(c.filled.new for c in collected)]
+    error.learns = any(t.requires_grad for value in left for t in tensors_in(value))
+    return error
 
 
 def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
