@@ -444,7 +444,8 @@ class Sharded(ShardedParts):
             + "".join(f"They come on top of the budget of {budget:,} bytes now. " for budget in
                       set(map(self._budget_of, shared)))
             + "The next step that exchanges them is measured, and later steps have plans that leave room for "
-            "them. To have all of the budget for the layers, exchange gradients in each backward")
+            "them. To have all of the budget for the layers, exchange gradients in each backward (after an "
+            "exception in a step, call reset_iter_state() first, or none are exchanged any more)")
         if not self._standing:
             self._too_large += (f". This is with {kept}: exchange gradients in each backward, and the budget "
                                 "needs no room for them")
@@ -461,8 +462,8 @@ class Sharded(ShardedParts):
         budget = self._budget_of(now)
         if now.planning_took > budget > 0:
             warn(f"{self._type}: the first step of a new shape, or with new plans, has taken "
-                 f"{now.planning_took:,} bytes of the budget of {budget:,}. It holds as little as is known "
-                 "before such a step was measured")
+                 f"{now.planning_took:,} bytes of the budget of {budget:,}, with gradients that were not "
+                 "there before. It holds as little as is known until such a step was measured")
         now.planning_took *= budget == 0        # a fraction is known once a step was measured
         taken, now.taken = now.taken, 0
         if taken > budget > 0:
