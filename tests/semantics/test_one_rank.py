@@ -262,7 +262,7 @@ def test_a_call_whose_loss_leaves_an_output_out_is_shared_out_as_it_is_trained(f
 def test_the_first_two_steps_of_a_shape_tell_what_they_take(found: Found) -> None:
     mine, = found["larger"]
     assert "failed" not in mine, mine["failed"]
-    both = rf".* has taken ([0-9,]+) bytes of the budget of {mine['budget']:,}\. .*"
+    both = rf".* has taken ([0-9,]+) bytes of the budget of {mine['budget']:,}[.,] .*"
     first, second = (re.fullmatch(both, text) for text in mine["said"])
     assert first is not None and second is not None, mine
     assert "the first step of a new shape" in first[0] and first[1] == second[1], mine
