@@ -228,7 +228,7 @@ class Sharded(ShardedParts):
             for signature in now.family:
                 signature.check_again()
         self._wanted = now.wanted(self._standing == self._whole_gradients)
-        if self._wanted or now.calls == 1:
+        if self._wanted or (now.calls == 1 and self._training):     # evaluation is not measured
             self._observe(given)
 
     @property
