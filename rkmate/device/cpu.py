@@ -7,7 +7,7 @@ import functools
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from rkmate.errors import ArgumentError
 from rkmate.ir.simulate import Peak
 from rkmate.offload.disk import FolderEngine
 from rkmate.offload.protocol import CopyEngine, StepCopies, ends_by_threads
-from rkmate.torch_seam.memory import mark, uses_onednn
+from rkmate.torch_seam.memory import allocations, mark, uses_onednn
 
 T = TypeVar("T")
 
@@ -111,12 +111,27 @@ class EventsMeter(PartsMeter):
     of_one_thread = True
 
     def __init__(self) -> None:
-        self._session: Any = None
+        self._sessions: list[Any] = []
+        """Profilers, one more after each pause."""
+        self._open = ExitStack()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        with events.profiling() as self._session:
+        self._sessions = []
+        with events.sizes_remembered(), self._open:
+            self._go_on()
             yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._open.close()
+        try:
+            yield
+        finally:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._sessions.append(self._open.enter_context(events.profiling()))
 
     @contextmanager
     def part(self, number: int) -> Iterator[None]:
@@ -124,22 +139,29 @@ class EventsMeter(PartsMeter):
             yield
 
     def levels(self) -> dict[int, tuple[int, int]]:
-        results = self._session.kineto_results
-        changes = events.changes(results, "cpu")
-        marks = sorted((e.start_ns(), e.end_ns(), int(e.name()[len(_MARK):]))
-                       for e in results.events() if e.name().startswith(_MARK))
         found: dict[int, tuple[int, int]] = {}
-        k = live = 0
-        for start, end, number in marks:
-            while k < len(changes) and changes[k].ns < start:
-                live += changes[k].bytes
-                k += 1
-            before = peak = live
-            while k < len(changes) and changes[k].ns <= end:
-                live += changes[k].bytes
-                peak = max(peak, live)
-                k += 1
-            found[number] = before, peak
+        inside: set[int] = set()
+        live, total = 0, None
+        for session in self._sessions:
+            results = session.kineto_results
+            seen = allocations(results, "cpu", None)
+            if seen:        # what a pause has changed is known from the total of all threads
+                live += 0 if total is None else seen[0].total - seen[0].bytes - total
+                total = seen[-1].total
+            changes, k = events.changes(seen, "cpu", inside), 0
+            marks = sorted((e.start_ns(), e.end_ns(), int(e.name()[len(_MARK):]))
+                           for e in results.events() if e.name().startswith(_MARK))
+            for start, end, number in marks:
+                while k < len(changes) and changes[k].ns < start:
+                    live += changes[k].bytes
+                    k += 1
+                before = peak = live
+                while k < len(changes) and changes[k].ns <= end:
+                    live += changes[k].bytes
+                    peak = max(peak, live)
+                    k += 1
+                found[number] = before, peak
+            live += sum(change.bytes for change in changes[k:])
         return found
 
 

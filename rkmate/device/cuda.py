@@ -138,7 +138,7 @@ class Cuda:
         return history.measure_peak(finished, self._index(), self.storage_bytes, timeline=timeline)
 
     def parts_meter(self) -> history.HistoryMeter:
-        return history.HistoryMeter(self._index(), self.storage_bytes)
+        return history.HistoryMeter(self._index(), self.storage_bytes, self.statistics.allocated)
 
     def warm_up(self) -> None:
         if torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:

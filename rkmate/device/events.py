@@ -54,10 +54,11 @@ def measure_peak(fn: Callable[[], T], kind: str, index: int | None = None, *,
         begin = time.perf_counter()
         result = fn()
         seconds = time.perf_counter() - begin
-    start = session.kineto_results.trace_start_ns()
+    results = session.kineto_results
+    start = results.trace_start_ns()
     live = peak = 0
     history: list[tuple[float, int]] = []
-    for change in changes(session.kineto_results, kind, index):
+    for change in changes(allocations(results, kind, index), kind, set()):
         live += change.bytes
         peak = max(peak, live)
         if timeline:
@@ -65,13 +66,12 @@ def measure_peak(fn: Callable[[], T], kind: str, index: int | None = None, *,
     return Peak(peak, live, seconds, result, tuple(history))
 
 
-def changes(results: Any, kind: str, index: int | None = None) -> list[Change]:
+def changes(found: Sequence[Allocation], kind: str, inside: set[int]) -> list[Change]:
     """Return a device's allocations and frees, in order of time. What threads of other libraries have freed
-    comes before the next event that was seen."""
+    comes before the next event that was seen. `inside`: the addresses of blocks whose sizes are known, which
+    is kept up to date."""
     sizes_known = _Tracked.depth > 0 or kind != "cpu"
-    inside: set[int] = set()
     result: list[Change] = []
-    found = allocations(results, kind, index)
     freed, unseen = 0, _freed_unseen(found) if kind == "cpu" else [0] * len(found)
     for (ns, address, size, _), now in zip(found, unseen, strict=True):
         if now != freed:
@@ -112,7 +112,7 @@ def tracking() -> Iterator[None]:
     Raises:
         MeterError: this build of torch does not have the flag.
     """
-    with _sizes_remembered() as is_possible:
+    with sizes_remembered() as is_possible:
         if not is_possible:
             raise MeterError("this build of torch cannot remember the sizes of CPU blocks")
         with _Tracked.lock:
@@ -125,7 +125,7 @@ def tracking() -> Iterator[None]:
 
 
 @contextmanager
-def _sizes_remembered() -> Iterator[bool]:
+def sizes_remembered() -> Iterator[bool]:
     """Let torch's CPU allocator remember the sizes of blocks, in all threads, and tell whether it can."""
     flag = core_variable(REMEMBERS_SIZES, ctypes.c_bool)
     if flag is None:
@@ -234,7 +234,7 @@ def profiling() -> Iterator[Any]:
         if is_profiling():
             raise MeterError("a profiler is running: memory cannot be measured inside it. Measure "
                              "outside, or stop the profiler first")
-        with _sizes_remembered(), memory_events() as session:
+        with sizes_remembered(), memory_events() as session:
             yield session
     finally:
         measuring.release()

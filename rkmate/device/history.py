@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -106,35 +106,66 @@ def _highest(found: Iterable[tuple[int, int]]) -> int:
 
 
 class HistoryMeter(PartsMeter):
-    """The peak of each of several parts of one run, from one history of it."""
+    """The peak of each of several parts of one run, from its history."""
 
     of_one_thread = False
 
-    def __init__(self, device: int, size_of: Callable[[int], int]) -> None:
-        self._history, self._size_of = History(device), size_of
+    def __init__(self, device: int, size_of: Callable[[int], int], allocated: Callable[[], int]) -> None:
+        """`allocated`: returns the bytes that are in memory now."""
+        self._device, self._size_of, self._allocated = device, size_of, allocated
+        self._histories: list[History] = []
+        """One more after each pause."""
+        self._changes: list[int] = []
+        """Bytes that are in memory after the pause before a history, and that were not before it."""
+        self._open = ExitStack()
 
-    def running(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def running(self) -> Iterator[None]:
         """See `PartsMeter`."""
-        return self._history.recording()
+        self._histories, self._changes = [], []
+        with self._open:
+            self._go_on(0)
+            yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """See `PartsMeter`."""
+        self._open.close()
+        before = self._allocated()
+        try:
+            yield
+        finally:
+            self._go_on(self._allocated() - before)
+
+    def _go_on(self, change: int) -> None:
+        self._histories.append(History(self._device))
+        self._changes.append(change)
+        self._open.enter_context(self._histories[-1].recording())
 
     @contextmanager
     def part(self, number: int) -> Iterator[None]:
         """See `PartsMeter`."""
-        self._history.mark(f"{_PART}{number}")
+        history = self._histories[-1]
+        history.mark(f"{_PART}{number}")
         yield
-        self._history.mark(_END)
+        history.mark(_END)
 
     def levels(self) -> dict[int, tuple[int, int]]:
         """See `PartsMeter`."""
-        return levels_of_parts(self._history.entries, self._size_of)
+        return levels_of_parts([h.entries for h in self._histories], self._size_of, self._changes)
 
 
-def levels_of_parts(entries: Iterable[Entry], size_of: Callable[[int], int]) -> dict[int, tuple[int, int]]:
-    """Return the bytes at the start of each part and the most bytes in it, over the level at the start."""
+def levels_of_parts(histories: Iterable[Iterable[Entry]], size_of: Callable[[int], int],
+                    changes: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Return the bytes at the start of each part and the most bytes in it, over the level at the start.
+    `changes`: bytes by which the level has changed before each history."""
     found: dict[int, tuple[int, int]] = {}
     part: int | None = None
     live = 0
-    for entry in entries:
+    for entry in (e for entries, change in zip(histories, changes, strict=True)
+                  for e in ({"action": _CHANGE, "size": change}, *entries)):
+        if entry["action"] == _CHANGE:
+            live += entry["size"]
         text = entry.get("user_metadata", "")
         if text.startswith(_MARK):
             part = None if text == _END else int(text[len(_PART):])
@@ -149,4 +180,5 @@ def levels_of_parts(entries: Iterable[Entry], size_of: Callable[[int], int]) -> 
 
 
 _MARK = "rkmate "
+_CHANGE = "rkmate change"
 _PART, _END = f"{_MARK}part ", f"{_MARK}end"

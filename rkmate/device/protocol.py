@@ -63,6 +63,10 @@ class PartsMeter(Protocol):
     def running(self) -> AbstractContextManager[object]:
         """Return the run that the parts belong to. Raises `MeterError` when a profiler is in the way."""
 
+    def paused(self) -> AbstractContextManager[object]:
+        """Let something else be measured inside the context, in the middle of the run and between its parts.
+        Bytes that it leaves in memory count."""
+
     def part(self, number: int) -> AbstractContextManager[object]:
         """Measure one part of the run inside the context. Each part has its own number; parts cannot
         overlap."""

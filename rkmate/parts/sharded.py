@@ -21,7 +21,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -228,7 +228,7 @@ class Sharded(ShardedParts):
             for signature in now.family:
                 signature.check_again()
         self._wanted = now.wanted(self._standing == self._whole_gradients)
-        if self._wanted:
+        if self._wanted or (now.calls == 1 and self._training):     # evaluation is not measured
             self._observe(given)
 
     @property
@@ -303,7 +303,8 @@ class Sharded(ShardedParts):
             if tail.cache.kept.find(key) is not None:
                 return True
             try:
-                tail.cache.make(self.provide(tail, key, args, kwargs), args, kwargs)
+                with self.planning_apart():
+                    tail.cache.make(self.provide(tail, key, args, kwargs), args, kwargs)
             except RkmateError as error:
                 say = logger.info if isinstance(error, CaptureError) else logger.warning
                 say("the rest of the forward of %s, after its last sharded module, runs as it is: %s",
@@ -312,8 +313,12 @@ class Sharded(ShardedParts):
         return True
 
     def _has_planned(self) -> None:
-        self._leader._close()
         self._leader._has_new_parts |= self._now is not None        # the next step is measured (again)
+
+    def planning_apart(self) -> AbstractContextManager[object]:
+        """Return a context to plan a call in, in the middle of a step that may be measured."""
+        step = self._leader._step
+        return nullcontext() if step is None else step.paused()
 
     # -- a step ---------------------------------------------------------------------------
 
@@ -342,6 +347,11 @@ class Sharded(ShardedParts):
         self._until()
         step.close(is_over)
         if signature is None or not any(m._exchanges.has_come for m in self._of_step):      # an evaluation
+            return
+        if self._has_new_parts or not self._wanted:
+            if step.rest() is not None:
+                signature.planning_took = step.peak
+                self._warn_over(signature, "")
             return
         signature.has_come_for(self._wanted)
         signature.note(step, any(m._exchanges.are_kept_whole for m in self._of_step),
@@ -434,7 +444,8 @@ class Sharded(ShardedParts):
             + "".join(f"They come on top of the budget of {budget:,} bytes now. " for budget in
                       set(map(self._budget_of, shared)))
             + "The next step that exchanges them is measured, and later steps have plans that leave room for "
-            "them. To have all of the budget for the layers, exchange gradients in each backward")
+            "them. To have all of the budget for the layers, exchange gradients in each backward (after an "
+            "exception in a step, call reset_iter_state() first, or none are exchanged any more)")
         if not self._standing:
             self._too_large += (f". This is with {kept}: exchange gradients in each backward, and the budget "
                                 "needs no room for them")
@@ -446,17 +457,24 @@ class Sharded(ShardedParts):
             follower.cache.follow([p for _, p in chosen.values()])
 
     def _warn_over(self, now: Signature, then: str) -> None:
-        """Warn if the step that was measured has exceeded the budget."""
+        """Warn if the step that was measured, or the one that has planned its calls, has exceeded the
+        budget."""
         budget = self._budget_of(now)
+        if now.planning_took > budget > 0:
+            warn(f"{self._type}: the first step of a new shape, or with new plans, has taken "
+                 f"{now.planning_took:,} bytes of the budget of {budget:,}, with gradients that were not "
+                 "there before. It holds as little as is known until such a step was measured")
+        now.planning_took *= budget == 0        # a fraction is known once a step was measured
         taken, now.taken = now.taken, 0
         if taken > budget > 0:
             warn(f"{self._type}: the step that was measured has taken {taken:,} bytes of the "
                  f"budget of {budget:,}. {then}")
 
     def _budget_of(self, now: Signature) -> int:
-        """Return the budget of a step, the smallest of its models'; 0 if it was not measured."""
-        models = {self, *(follower.within for follower, _ in now.observed)}
-        return 0 if now.rest is None else min(m.planning.budget.of(now.rest.plain) for m in models)
+        """Return the budget of a step, the smallest of its models'; 0 if it is a fraction, and the step was
+        not measured."""
+        budgets = [m.planning.budget for m in {self, *(follower.within for follower, _ in now.observed)}]
+        return min((b.bytes or 0) if now.rest is None else b.of(now.rest.plain) for b in budgets)
 
     def _share(self, now: Signature) -> None:
         """Share the budget out among the calls of a step, and of those with calls of the same modules. Raises

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,11 +54,13 @@ class Follower(PlannedModule):
                        ) -> Specialization | None:
         if self._within is not None and key not in self._unplanned \
                 and self._has_something_to_train(args, kwargs):
-            try:
-                key = self._within.provide(self, key, args, kwargs)
-            except CaptureError as error:
-                self._leave_unplanned(key, error)
-                return None
+            with self._within.planning_apart():
+                try:
+                    key = self._within.provide(self, key, args, kwargs)
+                except CaptureError as error:
+                    self._leave_unplanned(key, error)
+                    return None
+                return super()._new_signature(key, args, kwargs)
         return super()._new_signature(key, args, kwargs)
 
     def _tell_of_sum(self, number: int, advice: str = "") -> None:
@@ -116,6 +118,8 @@ class Signature:
     """What earlier measurements have shown, if it was too much."""
     taken: int = 0
     """Bytes that the measured step has taken on this rank."""
+    planning_took: int = 0
+    """Bytes that a step has taken on this rank in which calls were planned, without what planning takes."""
     checks: int = 0
     """Steps that are still measured, at most, to check those that follow the shared budget."""
     checked: Rest | None = None
@@ -321,7 +325,7 @@ class Observed:
         self._holding: dict[int, None] = {}
         self.calls: list[tuple[Follower, Part, Way]] = []
         """The planned calls, and what each follows."""
-        self._waits = self._has_come = self._is_over = False
+        self._waits = self._has_come = self._is_over = self._is_paused = False
         self._next(None)
 
     def _next(self, running: int | None) -> None:
@@ -330,6 +334,23 @@ class Observed:
         self._stretch.close()
         self._stretch.enter_context(self._meter.part(len(self._stretches)))
         self._stretches.append((running, tuple(self._holding)))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Plan a call inside the context, in the middle of the step. What that takes while it runs does not
+        count."""
+        if self._is_over or self._thread not in (None, threading.get_ident()):
+            yield
+            return
+        self._stretch.close()
+        self._is_paused = True
+        try:
+            with self._meter.paused():
+                yield
+        finally:
+            self._is_paused = False
+            give_way_by(self._give_up, self._thread)
+            self._next(None)
 
     def forward_begins(self) -> None:
         """Note that a planned call begins."""
@@ -376,6 +397,8 @@ class Observed:
 
     def _give_up(self) -> None:
         """Something else is to be measured, in the middle of the step: this shows nothing, then."""
+        if self._is_paused:
+            return
         self._waits = False
         self._end()
         self._give_way()

@@ -61,6 +61,9 @@ class StatisticsMeter(PartsMeter):
     def running(self) -> AbstractContextManager[object]:
         return self._running()
 
+    def paused(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     @contextmanager
     def part(self, number: int) -> Iterator[None]:
         before = self._statistics.allocated()

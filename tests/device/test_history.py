@@ -45,4 +45,13 @@ def test_parts() -> None:
     entries = [*mark("rkmate part 4"), alloc(600), free(600), alloc(5, "the user's"), *mark("rkmate end"),
                alloc(90000), *mark("rkmate part 2"), free(90000), alloc(512), *mark("rkmate end"),
                *mark("rkmate part 3"), *mark("rkmate end")]
-    assert peaks_over(levels_of_parts(entries, up)) == {4: 1024, 2: 0, 3: 0}
+    assert peaks_over(levels_of_parts([entries], up, [0])) == {4: 1024, 2: 0, 3: 0}
+
+
+def test_parts_after_a_pause_begin_where_it_has_ended() -> None:
+    def part(number: int, *entries: dict[str, Any]) -> list[dict[str, Any]]:
+        return [*mark(f"rkmate part {number}"), *entries, *mark("rkmate end")]
+
+    histories = [[alloc(1024), *part(0, alloc(512)), free(512)], part(1, alloc(600)), part(2, free(600))]
+    assert levels_of_parts(histories, up, [0, 3, -7]) == {
+        0: (1024, 1536), 1: (1027, 2051), 2: (2044, 2044)}

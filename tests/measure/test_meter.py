@@ -210,6 +210,27 @@ def test_parts_of_one_run() -> None:
     assert b.numel() == 3 * KB
 
 
+def test_parts_of_a_run_with_pauses() -> None:
+    """What is measured in a pause leaves something, and frees something of the run."""
+    meter, kept = device.of("cpu").parts_meter(), []
+    with meter.running():
+        with meter.part(0):
+            kept += [zeros(6), zeros(2), zeros(1)]
+        with meter.paused():
+            assert measure_peak(lambda: kept.append(zeros(30))).net == 30 * KB
+            del kept[1]
+        with meter.part(1):
+            kept.append(zeros(4))
+            del kept[0]
+        zeros(50)                            # belongs to no part
+        with pytest.raises(MeterError, match="planned"), meter.paused():
+            raise MeterError("cannot be planned")
+        with meter.part(2):
+            kept.clear()
+    assert not is_profiling()
+    assert meter.levels() == {0: (0, 9 * KB), 1: (37 * KB, 41 * KB), 2: (35 * KB, 35 * KB)}
+
+
 def test_parts_inside_a_profiler() -> None:
     meter = device.of("cpu").parts_meter()
     with torch.autograd.profiler.profile(), pytest.raises(MeterError), meter.running():

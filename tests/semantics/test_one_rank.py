@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -258,10 +259,13 @@ def test_a_call_whose_loss_leaves_an_output_out_is_shared_out_as_it_is_trained(f
     assert ["depends on output 0 (counted from 0) alone" in text for text in mine["said"]] == [True], mine
 
 
-def test_the_second_step_of_a_shape_tells_what_it_takes(found: Found) -> None:
+def test_the_first_two_steps_of_a_shape_tell_what_they_take(found: Found) -> None:
     mine, = found["larger"]
     assert "failed" not in mine, mine["failed"]
-    assert ["has taken" in text and f"{mine['budget']:,}" in text for text in mine["said"]] == [True], mine
+    both = rf".* has taken ([0-9,]+) bytes of the budget of {mine['budget']:,}[.,] .*"
+    first, second = (re.fullmatch(both, text) for text in mine["said"])
+    assert first is not None and second is not None, mine
+    assert "the first step of a new shape" in first[0] and first[1] == second[1], mine
     assert mine["peak"] <= mine["budget"], mine
 
 

@@ -432,6 +432,19 @@ def _longer(rank: int) -> dict[str, Any]:
     return {"budget": budget, "said": said}
 
 
+def _smaller(rank: int) -> dict[str, Any]:
+    """Train with a share of each step's peak, at last with shapes of which no schedule keeps to that."""
+    net, said = _made("head by itself"), []
+    rkmate.apply(net, budget=0.87, progress=False, settings=replace(QUICK, chunked_loss="never"))
+    for k in range(8):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            net(torch.zeros(8, 32 if k < 5 else 1, dtype=torch.long)).backward()
+        said.append([str(w.message) for w in caught if w.category is rkmate.RkmateWarning])
+        net.zero_grad()
+    return {"said": said}
+
+
 def _in_the_backward(rank: int) -> dict[str, Any]:
     """Train with an optimizer for each parameter, which steps when its gradient is there."""
     def trained(budget: int | None) -> tuple[list[torch.Tensor], list[int]]:
@@ -476,7 +489,7 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{f"accumulated, {kind}": functools.partial(_accumulated, kind=kind) for kind in KEPT},
     **{kind: functools.partial(_two_models, kind=kind) for kind in MODELS},
     "refused": _refused, "larger": _larger, "measured": _measured,
-    "by methods": _by_methods, "longer": _longer, "in the backward": _in_the_backward,
+    "by methods": _by_methods, "longer": _longer, "smaller": _smaller, "in the backward": _in_the_backward,
     "two calls": _two_calls, "evaluated": _evaluated}
 
 
@@ -579,6 +592,13 @@ def test_optimizers_that_step_in_the_backward_do_not_end_its_measurement(found: 
         assert "failed" not in mine, mine["failed"]
         assert mine["equal"]
         assert min(mine["peaks"]) <= mine["budget"], mine       # gloo's threads let go of buffers late
+
+
+def test_the_first_step_of_a_shape_is_judged_once_its_budget_is_known(found: Found) -> None:
+    for mine in found["smaller"]:
+        assert "failed" not in mine, mine["failed"]
+        shown = [any("the first step of a new shape" in text for text in said) for said in mine["said"]]
+        assert shown == [k == 7 for k in range(8)], mine
 
 
 def test_a_step_whose_later_calls_are_longer_is_measured(found: Found) -> None:
