@@ -247,8 +247,9 @@ class Number:
 
 @lru_cache(maxsize=1024)
 def globals_of(code: CodeType) -> frozenset[str]:
-    """Return the names of the global variables that a function reads. An attribute's name is none of them."""
-    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    """Return the names of the global variables that some code reads or assigns, but no attributes' names."""
+    return frozenset(i.argval for i in dis.get_instructions(code)
+                     if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"))
 
 
 def _numbers_around(forward: FunctionType) -> Iterator[Number]:
