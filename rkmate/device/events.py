@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from rkmate.device.protocol import MeterError, PartsMeter, thread_of
+from rkmate.device.protocol import MeterError, MeterInUse, PartsMeter, thread_of
 from rkmate.ir.simulate import Peak
 from rkmate.torch_seam.memory import (
     REMEMBERS_SIZES,
@@ -228,8 +228,7 @@ def profiling() -> Iterator[Any]:
     make_way()
     measuring = _measuring          # the module's names may be gone when the process ends
     if not measuring.acquire(blocking=False):
-        raise MeterError("memory is being measured already: measurements cannot be nested, and one "
-                         "thread at a time can measure")
+        raise MeterInUse
     try:
         if is_profiling():
             raise MeterError("a profiler is running: memory cannot be measured inside it. Measure "

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from rkmate.device.events import make_way
-from rkmate.device.protocol import MeterError, PartsMeter
+from rkmate.device.protocol import MeterError, MeterInUse, PartsMeter
 from rkmate.ir.simulate import Peak
 from rkmate.torch_seam import memory
 
@@ -65,8 +65,7 @@ class History:
         already, or too little is recorded."""
         make_way()
         if not _measuring.acquire(blocking=False):
-            raise MeterError("memory is being measured already: measurements cannot be nested, and one "
-                             "thread at a time can measure")
+            raise MeterInUse
         theirs = True
         try:
             torch.cuda.init()

@@ -27,6 +27,14 @@ class MeterError(RkmateError, RuntimeError):
     """Memory cannot be measured now: another profiler or measurement is running."""
 
 
+class MeterInUse(MeterError):
+    """rkmate measures something else."""
+
+    def __init__(self) -> None:
+        super().__init__("memory is being measured already: measurements cannot be nested, and one thread at "
+                         "a time can measure")
+
+
 @dataclass(frozen=True)
 class MemoryState:
     """A device's memory at one moment, in bytes."""

@@ -141,6 +141,11 @@ class Specialization:
             for executable in self.executables.values():
                 executable.looks = looks
 
+    def has_looked(self, ready: Executable) -> bool:
+        """Return whether no step of a plan needs to be looked at any more."""
+        settings = self.traced.settings
+        return not self.has_others and (ready.looks >= LOOKS or settings.loss_bytes is not None)
+
     def note_outside(self, ready: Executable, seen: Outside, opened: int, calls: OpenCalls) -> None:
         """Note what a step has shown outside of its plan. `opened`: of its calls, were open then."""
         plan, host, ready.looks = ready.plan, devices.of(ready.compiled.device).host, LOOKS

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from rkmate import device as devices
-from rkmate.device import MeterError
+from rkmate.device import MeterError, MeterInUse
 from rkmate.device.events import stay_open
 from rkmate.ir.simulate import LOSS_SCALARS, lasting_of_loss
 from rkmate.runtime.segments import Call, saved_by
@@ -185,11 +185,21 @@ class BetweenMeter:
         self._measured = self._is_cut = self._has_stopped = False
         try:
             self._running = stay_open(self._meter, self._give_way, lambda: self._measured)
-        except MeterError:                      # somebody measures, or profiles
+        except MeterInUse:
+            raise
+        except MeterError:                      # the user profiles
             self._thread, self._has_stopped = -1, True
             return
         self._part.enter_context(self._meter.part(0))
         weakref.finalize(call, self._stop)
+
+    @classmethod
+    def begun(cls, device: torch.device, call: Call) -> BetweenMeter | None:
+        """Begin to measure. None while rkmate measures something else (`measure_step`)."""
+        try:
+            return cls(device, call)
+        except MeterInUse:
+            return None
 
     def end(self) -> None:
         """The backward begins."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from rkmate.graph.capture.state import MISSING, NUMBERS
+from rkmate.graph.capture.state import MISSING, NUMBERS, globals_of
 
 _COMPARED = (*NUMBERS, str)
 """Types of the global variables that are compared."""
@@ -106,8 +106,8 @@ def read_by_forward(kind: type, held: Iterable[Any] = (), begin: Iterable[str] =
             todo += [k for k in c.co_names if k not in found.names]
             found.names.update(c.co_names)
             found.assigned.update(_assigned_in(c))
-            functions += _note_variables(found, variables, c.co_names)
-            for value in map(variables.get, c.co_names):
+            functions += _note_variables(found, variables, c)
+            for value in map(variables.get, globals_of(c)):
                 if _is_of_user(value):
                     named[id(value)] = value
     for name, cell in closed:
@@ -157,15 +157,15 @@ def _is_of_user(value: Any) -> bool:
     return isinstance(value, type) and not value.__module__.startswith(("torch.", "builtins"))
 
 
-def _note_variables(found: Read, variables: dict[str, Any], names: Iterable[str]) -> list[Any]:
-    """Note the global variables among some names. Returns the functions of the user among them."""
+def _note_variables(found: Read, variables: dict[str, Any], code: CodeType) -> list[Any]:
+    """Note the global variables that some code reads. Returns the functions of the user among them."""
     functions: list[Any] = []
-    for name in names:
+    for name in sorted(globals_of(code)):
         value = variables.get(name)
         if isinstance(value, FunctionType):
             functions += _functions_in(value)
         elif isinstance(value, ModuleType) and not _is_of_torch(value.__name__):
-            for inner in names:
+            for inner in code.co_names:
                 if isinstance(vars(value).get(inner), _COMPARED):
                     found.variables[id(vars(value)), inner] = vars(value), inner
         elif not name.startswith("__") and (

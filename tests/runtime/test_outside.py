@@ -274,6 +274,20 @@ def test_other_models_that_find_no_room_are_told_of(caplog: pytest.LogCaptureFix
     assert len(said) == 1 and _told(str(said[0].message)) > plan.peak_bytes
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_a_step_that_rkmate_measures_leaves_the_loss_to_a_later_one(
+        given: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    with_plan = {"plan": rkmate.plan(model, (X,), budget=0.6, progress=False)}
+    planned = rkmate.wrap(model, (X,), progress=False, **(with_plan if given else {"budget": 0.6}))
+    step = stepping(planned, lambda out: out.tanh().mean())
+    with caplog.at_level(logging.WARNING, "rkmate"):
+        peaks = [measure_step(planned, step).peak for _ in range(2)]
+        step()
+    assert caplog.text.count("usual one") == (not given)
+    assert max(peaks) <= planned.plan.budget_bytes
+
+
 @pytest.mark.parametrize(("loss", "words"), [
     (other(), "more than 100 operations follow"),
     (LOSSES["that holds its input's bytes"], "takes more than a usual one")])

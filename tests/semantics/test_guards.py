@@ -274,6 +274,10 @@ def _factor() -> Any:
     return FACTOR * FACTORS["of"][0] * CHOSEN.factor                                # type: ignore[index]
 
 
+numbers = 0.0
+"""A global variable of the name of an attribute, like those of a loop in a script."""
+
+
 class Chosen:
     """Holds numbers."""
 
@@ -347,6 +351,7 @@ def test_numbers_that_a_forward_reads_are_compared(way: str) -> None:
             WAYS[way](model, number)
             model.unread.append(number)             # history that callbacks write, say
             globals()["STEP"] = number
+            globals()["numbers"] += 1.0
             _agree(model, module, x, plans=plans)
     finally:
         WAYS[way](model, 1.0)

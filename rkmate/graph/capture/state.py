@@ -203,7 +203,7 @@ def _reached_by(function: Any) -> Iterator[tuple[str, Any]]:
             continue
     yield from (("a default", v) for v in (*(function.__defaults__ or ()),
                                            *(function.__kwdefaults__ or {}).values()))
-    yield from ((name, function.__globals__[name]) for name in code.co_names
+    yield from ((name, function.__globals__[name]) for name in globals_of(code)
                 if name in function.__globals__)
 
 
@@ -243,6 +243,13 @@ class Number:
             setattr(self.holder, self.key, value)
         else:
             self.holder[self.key] = value
+
+
+@lru_cache(maxsize=1024)
+def globals_of(code: CodeType) -> frozenset[str]:
+    """Return the names of the global variables that some code reads or assigns, but no attributes' names."""
+    return frozenset(i.argval for i in dis.get_instructions(code)
+                     if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"))
 
 
 def _numbers_around(forward: FunctionType) -> Iterator[Number]:
