@@ -275,11 +275,12 @@ class PlanCache:
         return found
 
     def look_outside(self, call: Call, known: Specialization, ready: Executable) -> None:
-        """Look, once for each plan, before each backward of a call, at what the caller made of its outputs.
-        If the plan has no room for it, plan the next forward anew. Of open calls, look at the latest."""
+        """Look, once for each plan, at what the caller makes of the outputs of a call whose forward has
+        returned, before each of its backwards. If the plan has no room for it, the next forward is planned
+        anew. If several calls are open, the latest one is looked at, whose backward begins first."""
         self._look_for_finished_calls(call, known, ready)
-        given = self.planning.more_calls, self.planning.settings.loss_bytes
-        if known.has_looked(ready) or self._saved or given != (None, None) or \
+        if known.has_looked(ready) or self._saved or self.planning.more_calls is not None or \
+                self.planning.settings.loss_bytes is not None or \
                 len(self.open_calls.now()) < known.traced.settings.calls:
             return
         large, number, device = ready.compiled.outputs.are_large, self.open_calls.added, ready.compiled.device

@@ -260,3 +260,9 @@ def test_check(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     assert content["planned"]["peak_bytes"] <= content["plan"]["budget_bytes"]
     monkeypatch.setattr(Parity, "within_budget", False)
     assert run("check", TARGET, "--budget", "60%", "--steps", "1") == 1
+
+
+def test_the_package_runs_as_the_command() -> None:
+    command = [sys.executable, "-m", "rkmate", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == rkmate.__version__

@@ -1,4 +1,4 @@
-"""``python -m rkmate.cli``: the command, without its script."""
+"""``python -m rkmate``: the command, without its script."""
 
 import sys
 
