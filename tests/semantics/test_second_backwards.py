@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.measure.step import measure_step
 from rkmate.runtime import plan_cache
 from tests.semantics.steps import Heads, Tower, assert_equal, assert_same_gradients, planned, tightest
@@ -282,16 +281,16 @@ def test_a_backward_in_two_parts() -> None:
 def test_an_input_alone_and_then_all() -> None:
     stage = Stage()
     x = torch.randn(64, 8, requires_grad=True)
-    module = rkmate.wrap(stage, (x,), budget=0.6, progress=False, settings=rkmate.Settings(costs="analytic"))
-    assert module.plan.budget_bytes - module.plan.peak_bytes < x.nbytes - LOSS_SCALARS, "room for a gradient"
+    module = rkmate.wrap(stage, (x,), budget=0.6, progress=False)
     found = []
     for run in (stage, module):
         y = run(x)
         slope, = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        with pytest.warns(rkmate.RkmateWarning, match="keeps 2,056 bytes") if run is module else \
+        kept = torch.ones(64, 1024)         # more than any plan leaves
+        with pytest.warns(rkmate.RkmateWarning, match="keeps 264,200 bytes") if run is module else \
                 contextlib.nullcontext():
             y.square().sum().backward()
-        found.append([slope, x.grad, *(p.grad for p in stage.parameters())])
+        found.append([slope, x.grad, kept, *(p.grad for p in stage.parameters())])
         x.grad = None
         stage.zero_grad()
     assert all(map(torch.equal, *found))
