@@ -86,6 +86,7 @@ HOUSE: tuple[Room, ...] = (
          ("errors", "budget", "support", "devices", "torch_seam", "device", "stand_in", "measure")),
     Room("__init__", "the public names, loaded on first use"),
     Room("cli", "the command `rkmate`"),
+    Room("__main__", "the same command as `python -m rkmate`", ("cli",)),
 )
 
 
@@ -124,7 +125,7 @@ def _shown(room: Room) -> str:
     return f"`{room.name}.py`" if (PACKAGE / f"{room.name}.py").exists() else f"`{room.name}/`"
 
 
-LOOSE = ("errors", "budget", "devices", "stand_in", "settings", "api", "compile", "__init__")
+LOOSE = ("errors", "budget", "devices", "stand_in", "settings", "api", "compile", "__init__", "__main__")
 """Modules directly in the package; everything else is in folders."""
 PAGES = {ROOT / "CONTRIBUTING.md": imports_table, ROOT / "docs" / "package-layout.md": rooms}
 """Each page, and the function that writes its part."""
