@@ -112,7 +112,7 @@ class EventsMeter(PartsMeter):
 
     def __init__(self) -> None:
         self._sessions: list[Any] = []
-        """Profilers, one more after each pause."""
+        """Profilers of the stretches between pauses, in order."""
         self._open = ExitStack()
 
     @contextmanager

@@ -113,9 +113,9 @@ class HistoryMeter(PartsMeter):
         """`allocated`: returns the bytes that are in memory now."""
         self._device, self._size_of, self._allocated = device, size_of, allocated
         self._histories: list[History] = []
-        """One more after each pause."""
+        """Histories of the stretches between pauses, in order."""
         self._changes: list[int] = []
-        """Bytes that are in memory after the pause before a history, and that were not before it."""
+        """For each history, the bytes by which the pause before it has changed what is in memory."""
         self._open = ExitStack()
 
     @contextmanager
@@ -161,23 +161,21 @@ def levels_of_parts(histories: Iterable[Iterable[Entry]], size_of: Callable[[int
     found: dict[int, tuple[int, int]] = {}
     part: int | None = None
     live = 0
-    for entry in (e for entries, change in zip(histories, changes, strict=True)
-                  for e in ({"action": _CHANGE, "size": change}, *entries)):
-        if entry["action"] == _CHANGE:
-            live += entry["size"]
-        text = entry.get("user_metadata", "")
-        if text.startswith(_MARK):
-            part = None if text == _END else int(text[len(_PART):])
+    for entries, by_pause in zip(histories, changes, strict=True):
+        live += by_pause
+        for entry in entries:
+            text = entry.get("user_metadata", "")
+            if text.startswith(_MARK):
+                part = None if text == _END else int(text[len(_PART):])
+                if part is not None:
+                    found.setdefault(part, (live, live))
+                continue
+            for _, change in levels((entry,), size_of):
+                live += change
             if part is not None:
-                found.setdefault(part, (live, live))
-            continue
-        for _, change in levels((entry,), size_of):
-            live += change
-        if part is not None:
-            found[part] = found[part][0], max(found[part][1], live)
+                found[part] = found[part][0], max(found[part][1], live)
     return found
 
 
 _MARK = "rkmate "
-_CHANGE = "rkmate change"
 _PART, _END = f"{_MARK}part ", f"{_MARK}end"

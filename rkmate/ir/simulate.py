@@ -122,7 +122,7 @@ class _Replay:
         self.fixed = set(graph.inputs)
         self.decided = graph.decided
         self.alive: set[int] = set()
-        self.start_bytes = self.live = buffers_of(graph, schedule)
+        self.live = buffers_of(graph, schedule)
         self.saved = 0
         self.taken: set[int] = set()
         """D nodes that are alive, and whose storage an output has taken."""
@@ -270,10 +270,10 @@ class _Replay:
         left_out = [node.name for i, node in enumerate(self.graph.c) if i not in self.ran]
         if left_out:
             raise ScheduleError(f"the schedule never runs {', '.join(left_out[:5])}")
-        peak = max(timeline, default=0)
-        at = timeline.index(peak) if peak > self.start_bytes else 0
+        peak = max(timeline, default=self.live)
+        at = timeline.index(peak) if timeline else 0
         clocks, clocked = self.clocks, self.clocked
-        return Simulation(max(peak, self.start_bytes), at, clocks.now if clocked else self.seconds,
+        return Simulation(peak, at, clocks.now if clocked else self.seconds,
                           self.saved, tuple(timeline), clocks.stalled, self.where.bytes, tuple(clocks.out),
                           tuple(clocks.back), clocks.exposed if clocked else self.exposed)
 

@@ -464,7 +464,8 @@ class Sharded(ShardedParts):
             warn(f"{self._type}: the first step of a new shape, or with new plans, has taken "
                  f"{now.planning_took:,} bytes of the budget of {budget:,}, with gradients that were not "
                  "there before. It holds as little as is known until such a step was measured")
-        now.planning_took *= budget == 0        # a fraction is known once a step was measured
+        if budget:      # else it is a fraction, and judged once a step was measured
+            now.planning_took = 0
         taken, now.taken = now.taken, 0
         if taken > budget > 0:
             warn(f"{self._type}: the step that was measured has taken {taken:,} bytes of the "

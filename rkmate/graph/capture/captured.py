@@ -174,18 +174,18 @@ class _Sources:
         return Source("constant", str(node.target))
 
 
-_With = list[tuple[Source, torch.fx.Node]]
+_Pairs = list[tuple[Source, torch.fx.Node]]
 
 
 def _outputs(graph: torch.fx.Graph, sources: dict[torch.fx.Node, Source], found: _Sources, count: int
-             ) -> tuple[list[torch.fx.Node | None], _With, _With]:
+             ) -> tuple[list[torch.fx.Node | None], _Pairs, _Pairs]:
     """Return the module's outputs, the new values of what the forward writes, and the gradients."""
     model = type(found.model).__name__
     shapes = {s: n.meta[VALUE].shape for n, s in sources.items() if VALUE in n.meta}
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     outputs: list[torch.fx.Node | None] = [None] * count
-    mutations: _With = []
-    grads: _With = []
+    mutations: _Pairs = []
+    grads: _Pairs = []
     for node, said in zip(output.args[0], descriptor(output), strict=True):
         if said is None or node is None:
             continue
