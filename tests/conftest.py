@@ -66,8 +66,28 @@ def pytest_collection() -> Iterator[None]:
     """What is imported stays: the collector of garbage need not go through it, now or later."""
     gc.disable()
     yield
-    gc.freeze()
+    _freeze()
     gc.enable()
+
+
+_FROZEN_MODULES = 0
+_MANY_MODULES = 50
+
+
+def _freeze() -> None:
+    """Leave all objects that there are to no collection, and to nobody who looks through the collector's."""
+    global _FROZEN_MODULES
+    gc.freeze()
+    _FROZEN_MODULES = len(sys.modules)
+
+
+@pytest.fixture(autouse=True)
+def frozen_imports() -> Iterator[None]:
+    """What a test has imported stays, too."""
+    yield
+    if len(sys.modules) >= _FROZEN_MODULES + _MANY_MODULES:
+        gc.collect()
+        _freeze()
 
 
 # -- How long each test takes ----------------------------------------------------------------------

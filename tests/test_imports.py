@@ -10,6 +10,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -48,6 +49,14 @@ def imports(module: str) -> tuple[str, ...]:
             if home.split(".")[0] == "rkmate":
                 found += [f"{home}.{a.name}" if f"{home}.{a.name}" in sources() else home for a in node.names]
     return tuple(found)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_afterwards() -> Iterator[None]:
+    """The trees are a million objects, through which the collector of garbage would go in all later tests."""
+    yield
+    sources.cache_clear()
+    imports.cache_clear()
 
 
 def test_every_module_has_its_room() -> None:
