@@ -14,6 +14,7 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.errors import InfeasibleBudget
+from rkmate.graph.blocks.lower import storage_bytes
 from rkmate.graph.capture.captured import Capture
 from rkmate.offload.target import Engines
 from rkmate.pipeline.attempts import Planned
@@ -31,6 +32,7 @@ from rkmate.runtime.snapshot import HOOKS_OF_FORWARD
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import COMPILED_CALL
+from rkmate.torch_seam.nodes import VALUE
 
 REPLACED = ("forward", "__getstate__", "__deepcopy__", "__reduce_ex__", "_replicate_for_data_parallel",
             COMPILED_CALL)
@@ -94,14 +96,32 @@ class Executable:
     """Whether a forward has run as it is, before steps are recorded: libraries set themselves up in it."""
 
 
+CONFIRMED = 3
+"""Sizes whose steps show what the caller takes. Of later ones, the 4th, 8th, 16th and so on are looked at."""
+
+
 def handed_on(traced: Traced, inputs: tuple[Any, ...], others: Sequence[Specialization]
               ) -> tuple[Traced, Specialization | None]:
     """Return the latest of some signatures whose tensors have these forms: it differs in numbers alone. And a
-    trace that leaves as much room for the caller as that one."""
+    trace that leaves as much room for the caller as that one. Where there is none, it leaves room as the
+    latest of `others` does, in proportion to the outputs."""
     before = next((s for s in reversed(others) if s.inputs == inputs), None)
-    return traced if before is None else replace(
-        traced, outside=before.traced.outside,
-        settings=replace(traced.settings, loss_bytes=before.traced.settings.loss_bytes)), before
+    like = before or next(reversed(others), None)
+    if like is None or traced.settings.loss_bytes is not None:
+        return traced, before
+    outside, loss = like.traced.outside, like.traced.settings.loss_bytes
+    if before is None and like.takes is not None:
+        outside, loss = like.takes
+    if before is None and (outside or loss is not None):
+        new, old = taught_bytes(traced), max(1, taught_bytes(like.traced))
+        outside, loss = -(-outside * new // old), None if loss is None else -(-loss * new // old)
+    return replace(traced, outside=outside, settings=replace(traced.settings, loss_bytes=loss)), before
+
+
+def taught_bytes(traced: Traced) -> int:
+    """Return the bytes of the outputs that a loss is computed from."""
+    outputs = zip(traced.capture.outputs, traced.wanted, strict=False)
+    return sum(storage_bytes(node.meta[VALUE]) for node, wanted in outputs if wanted and node is not None)
 
 
 @dataclass
@@ -125,6 +145,9 @@ class Specialization:
     """Memory that the caller was seen to use for the outputs, if a plan has no room for it."""
     shown: Shown[Executable] | None = None
     """What a step has shown, if all ranks agree on that at the next forward."""
+    takes: tuple[int, int] | None = None
+    """Bytes that the caller was measured to hold during the backward, and that its loss takes; None if
+    nothing was measured."""
     has_others: bool = False
     """Whether the next step measures what an unusual loss, or another model, takes between forward and
     backward."""
@@ -141,13 +164,24 @@ class Specialization:
             for executable in self.executables.values():
                 executable.looks = looks
 
+    def go_on_from_sizes(self, confirmed: int, number: int) -> None:
+        """Look at the first step only if it may show something new. `confirmed`: looks in a row that have
+        shown enough room; `number`: of sizes, this one included."""
+        if confirmed >= CONFIRMED and number & (number - 1):
+            for executable in self.executables.values():
+                executable.looks = LOOKS
+        elif self.traced.outside or self.traced.settings.loss_bytes is not None:
+            self.has_others = True          # the first step shows whether it is in proportion
+
     def has_looked(self, ready: Executable) -> bool:
         """Return whether no step of a plan needs to be looked at any more."""
         settings = self.traced.settings
         return not self.has_others and (ready.looks >= LOOKS or settings.loss_bytes is not None)
 
-    def note_outside(self, ready: Executable, seen: Outside, opened: int, calls: OpenCalls) -> None:
-        """Note what a step has shown outside of its plan. `opened`: of its calls, were open then."""
+    def note_outside(self, ready: Executable, seen: Outside, opened: int, calls: OpenCalls
+                     ) -> bool | None:
+        """Note what a step has shown outside of its plan. Return whether there was room for it; None if a
+        measurement tells later. `opened`: of its calls, were open then."""
         plan, host, ready.looks = ready.plan, devices.of(ready.compiled.device).host, LOOKS
         if opened == 1 and not calls.told_beside:
             calls.told_beside = warn_of_other_layers(self.traced.name, seen, plan)
@@ -160,14 +194,18 @@ class Specialization:
             self.has_others = calls.count(opened) and host
         elif seen.between is not None:
             self.outside = seen
+            return None
         elif seen.operations > MANY and host:
             self.has_others = True
         elif seen.operations > MANY:
             warn_of_others(self.traced.name, plan.graph.reserve_at_loss)
         else:
             self.has_others = not seen.is_usual and host
-            if is_over(seen._replace(held=seen.held - self.traced.outside), plan):
+            over = is_over(seen._replace(held=seen.held - self.traced.outside), plan)
+            if over:
                 self.outside = seen
+            return seen.is_usual and not over
+        return False
 
     @property
     def bytes(self) -> int:

@@ -160,10 +160,14 @@ class NewSizes:
         else:
             self.captured += 1
         self.seconds += seconds
-        count = self.derived + self.captured
-        if count in SAID:
+        if self.count in SAID:
             logger.warning("%d new signatures planned in %.1f s so far, %d of them from captures of other "
-                           "sizes", count, self.seconds, self.derived)
+                           "sizes", self.count, self.seconds, self.derived)
+
+    @property
+    def count(self) -> int:
+        """Number of both."""
+        return self.derived + self.captured
 
 
 def alike(a: Guards, b: Guards) -> bool:

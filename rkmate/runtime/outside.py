@@ -135,6 +135,7 @@ class OutsideWatch:
     def __init__(self, device: torch.device, model: nn.Module) -> None:
         """`model`: the gradients of its parameters are no part of a budget."""
         self._device, self._model = device, model
+        self._since: list[Any] = []
         there = _found(device)
         self._before = {key: storage_lives(held_part(found[0])) for key, found in there.items()}
         """Storages that were there. None of them gives its number to another one."""
@@ -149,7 +150,7 @@ class OutsideWatch:
         self._made.update(key for t in own if (key := key_of(held_part(t))) is not None)
         known = {None} | self._before.keys() | gradients_of(self._model) | {
             key_of(held_part(t)) for t in (*gradients, *copies) if t is not None}
-        new = {key: found for key, found in _found(self._device).items() if key not in known}
+        new = {key: found for key, found in _found(self._device, self._since).items() if key not in known}
         numbers = [t for found in new.values() for t in found if t.numel() == 1 and _node_of(t) is not None]
         nodes, first = _operations([_node_of(t) for t in numbers])
         is_usual = all(USUAL.match(type(node).__name__) for node in nodes) \
@@ -330,11 +331,12 @@ class InARow:
                 if key not in grads}
 
 
-def _found(device: torch.device) -> dict[int, list[torch.Tensor]]:
-    """Return the tensors of a device by the number of their storage; without those that have none."""
+def _found(device: torch.device, since: list[Any] | None = None) -> dict[int, list[torch.Tensor]]:
+    """Return the tensors of a device by the number of their storage; without those that have none. `since`: a
+    list, if only tensors that were made after it are needed."""
     found: dict[int, list[torch.Tensor]] = defaultdict(list)
     kinds = {torch.Tensor, nn.Parameter, *dtensor_types()}
-    for t in living(kinds):
+    for t in living(kinds, since):
         if t.device == device and (key := key_of(held_part(t))) is not None:
             found[key].append(t)
     return found

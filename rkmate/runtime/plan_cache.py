@@ -89,6 +89,8 @@ class PlanCache:
         # Parts have a share of a known step.
         self.in_a_row = InARow(self.model, looks=planning.settings.loss_bytes is None)
         self.new_sizes = NewSizes()
+        self._confirmed = 0
+        """The number of latest looks at what a caller makes of outputs that have all shown enough room."""
         self.reads = Reads()
         self._ranks: Ranks | None = None
         """The ranks that make plans for new signatures together; None: each process plans alone."""
@@ -160,8 +162,9 @@ class PlanCache:
         traced = like.traced if like is not None else trace(
             self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
         captured, split = traced.capture, self.planning.shared_inputs
-        traced, before = handed_on(traced, key.inputs, others)
-        summed = traced
+        usual = traced
+        handed, before = handed_on(traced, key.inputs, others)
+        traced = summed = handed
         if not split and plan is None and not self._saved and ranks is None and not self.planning.is_part:
             split = few_terms(captured)
         if like is None and split:
@@ -175,13 +178,19 @@ class PlanCache:
             if together is not None:
                 together.agree(description(self.model, args, kwargs, self.planning.settings, budget))
 
+            attempts = [traced]
+            if summed.capture is not traced.capture and not self.planning.shared_inputs:
+                attempts.append(summed)
+            if before is None and handed is not usual:          # room in proportion to other sizes
+                attempts.append(replace(attempts[-1], outside=usual.outside, settings=usual.settings))
+
             def made() -> Executable:
                 nonlocal traced
                 make = self._executable if ranks is None else self._own_executable
-                if summed.capture is not traced.capture and not self.planning.shared_inputs:
+                for traced in attempts[:-1]:
                     with contextlib.suppress(InfeasibleBudget):
                         return make(traced, budget, plan, plans, like, derived=derived is not None)
-                    traced = summed
+                traced = attempts[-1]
                 return make(traced, budget, plan, plans, like, derived=derived is not None)
 
             executable = made() if ranks is None or plan is not None else \
@@ -203,6 +212,8 @@ class PlanCache:
                                sums=frozenset(() if self.planning.is_part else terms_in(traced.capture)),
                                inputs=key.inputs)
         known.go_on_from(before)
+        if before is None and others and traced.settings is handed.settings:
+            known.go_on_from_sizes(self._confirmed, self.new_sizes.count + 2)
         if derived is None and captured.recipe is None and like is None and not groups_of(captured.graph):
             known.member = Member(key, known_at(key, captured, args, kwargs, recording))
             if others and len(members) < 2:     # from now on, there may be as many as others are derived from
@@ -217,7 +228,7 @@ class PlanCache:
         if known.shown is not None:
             shown, known.shown = known.shown, None
             if (together := shown.together()) is not None:
-                known.note_outside(shown.ready, *together, self.open_calls)
+                self._note_outside(known, shown.ready, *together)
         calls = self.planning.settings.calls
         if self.open_calls.seen > calls and not self.open_calls.now():
             return self._for_calls_seen(known, tensors, calls)
@@ -304,7 +315,7 @@ class PlanCache:
                 if seen.again and not self.planning.counts_calls:
                     self.in_a_row.tell_once(known.traced.name, seen, ready.plan)
                 elif shown is None:
-                    known.note_outside(ready, seen, opened, self.open_calls)
+                    self._note_outside(known, ready, seen, opened)
                 else:
                     shown.seen = seen, opened
             ready.looks = LOOKS
@@ -312,6 +323,11 @@ class PlanCache:
                 then(grads)
 
         call.begins, known.shown = begins, shown
+
+    def _note_outside(self, known: Specialization, ready: Executable, seen: Outside, opened: int) -> None:
+        has_room = known.note_outside(ready, seen, opened, self.open_calls)
+        if has_room is not None:
+            self._confirmed = self._confirmed + 1 if has_room else 0
 
     def _look_for_finished_calls(self, call: Call, known: Specialization, ready: Executable) -> None:
         """Look, in a step with more calls than its plan is for, for what finished calls leave with the
@@ -345,9 +361,13 @@ class PlanCache:
                 warn_of_others(before.name, usual)
                 return self.current(known, tensors)
             held, loss = max(needs.held, before.outside), needs.loss
+            if seen.between is not None:
+                known.takes = held, loss
             if seen.between is not None and all(max(p.calls * saved_by(p) + loss, p.peak_bytes)
                                                 <= p.budget_bytes + before.outside - held for p in plans):
+                self._confirmed += 1
                 return self.current(known, tensors)
+            self._confirmed = 0
             given = f"{plans[0].budget_bytes + before.outside:,}"
             takes = max(max(p.peak_bytes + seen.held, p.calls * saved_by(p) + loss) for p in plans)
             if any(e.is_given for e in executables.values()):

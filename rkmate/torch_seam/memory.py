@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 from torch.autograd import profiler
 
+from rkmate.support.planning_lock import gc_pause
+
 _Variable = TypeVar("_Variable", ctypes.c_bool, ctypes.c_int)
 _QUIET = "99"
 """A log level of the profiler's library above all that it prints."""
@@ -36,11 +38,31 @@ class Allocation(NamedTuple):
     remembers."""
 
 
-def living(kinds: Container[Any]) -> list[Any]:
-    """Return the objects of these types that the garbage collector knows. It refers to the others as briefly
-    as it can: meanwhile no thread can complete a tuple that it is building (`SystemError`)."""
-    objects = gc.get_objects()          # often a million
-    return list(compress(objects, map(kinds.__contains__, map(type, objects))))
+_YOUNG = range(1 if sys.version_info >= (3, 14) else 2)
+"""Generations of the garbage collector through which an object passes while it is young."""
+
+
+def living(kinds: Container[Any], since: list[Any] | None = None) -> list[Any]:
+    """Return the objects of these types that the garbage collector knows. `since`: a list; of objects that
+    were made before it, some or all are left out."""
+    if since is not None:
+        with gc_pause():        # no object grows older between the two looks
+            looks = [_seen(kinds, since, generation) for generation in _YOUNG]
+        # Objects grow old together: while the list is young, so is all that was made after it.
+        if any(is_there for is_there, _ in looks):
+            return [t for _, found in looks for t in found]
+    return _seen(kinds, since)[1]
+
+
+def _seen(kinds: Container[Any], since: Any, generation: int | None = None) -> tuple[bool, list[Any]]:
+    """Return whether an object is in a generation of the garbage collector (None: all), and the objects of
+    these types there. Refer to the others as briefly as possible: meanwhile no thread can complete a tuple
+    that it is building (`SystemError`)."""
+    objects = gc.get_objects(generation)            # often a million
+    found = list(compress(objects, map(kinds.__contains__, map(type, objects))))
+    is_there = generation is not None and any(o is since for o in objects)
+    objects.clear()             # it may hold the frame that holds it
+    return is_there, found
 
 
 def is_profiling() -> bool:

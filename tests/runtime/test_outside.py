@@ -22,6 +22,8 @@ from rkmate.integrations.plan_log import plans_of
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.step import measure_peak, measure_step
 from rkmate.pipeline import prepare
+from rkmate.runtime import plan_cache
+from rkmate.runtime.outside import OutsideWatch
 from rkmate.torch_seam.memory import is_profiling
 
 
@@ -81,6 +83,50 @@ def test_the_second_or_third_step_keeps_to_the_budget(name: str, wraps: bool) ->
     assert measure_step(model, stepping(model, LOSSES[name])).peak <= budget
     plan = (model if wraps else rkmate.applied(model)).plan
     assert ("next to the step" in plan.note) is (plan.budget_bytes < budget)
+
+
+def _sized(model: nn.Module, loss: Loss, rows: int) -> Callable[[], None]:
+    return lambda: loss(model(X[:rows])).backward()
+
+
+@pytest.mark.parametrize("name", [n for n in LOSSES if n != "a usual one"])
+def test_another_size_has_room_from_its_first_step(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    plain, model, loss = net(), net(), LOSSES[name]
+    budget = int(0.9 * measure_step(plain, stepping(plain, loss)).peak)
+    rkmate.apply(model, budget=budget, progress=False)
+    for _ in range(3):
+        stepping(model, loss)()
+    assert "from this step on" in caplog.text
+    caplog.clear()
+    for rows in (64, 80):
+        for _ in range(2):
+            _sized(model, loss, rows)()
+        assert measure_step(model, _sized(model, loss, rows)).peak <= budget
+    assert "from this step on" not in caplog.text
+
+
+def test_sizes_are_looked_at_less_and_less_often(monkeypatch: pytest.MonkeyPatch,
+                                                 caplog: pytest.LogCaptureFixture) -> None:
+    """The eighth is looked at again, and after an unusual loss the ninth."""
+    looked: list[int] = []
+    model = net()
+    rkmate.apply(model, budget=0.7, progress=False, settings=rkmate.Settings(costs="analytic"))
+    watch = plan_cache.OutsideWatch
+
+    def noted(device: torch.device, module: nn.Module) -> OutsideWatch:
+        looked.append(rows)
+        return watch(device, module)
+
+    monkeypatch.setattr(plan_cache, "OutsideWatch", noted)
+    for rows in range(96, 40, -8):
+        for _ in range(2):
+            _sized(model, torch.sum, rows)()
+    assert looked == [96, 88, 80, 72]
+    assert not any("from this step on" in r.getMessage() for r in caplog.records)
+    for rows in (40, 32):
+        for _ in range(2):
+            _sized(model, LOSSES["that holds its input's bytes"], rows)()
+    assert {40, 32} <= {*looked}
 
 
 def _cached(model: nn.Module) -> None:
