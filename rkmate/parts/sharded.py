@@ -211,7 +211,8 @@ class Sharded(ShardedParts):
         if self._leading is not None:
             is_trained = any(m._exchanges.has_come for m in self._of_step)
             self._trains_in_evaluation &= not (is_trained and self._training)
-            self._leading.ends(is_trained, self._has_new_parts)
+            self._leading.ends(is_trained, self._has_new_parts,
+                               any(m._exchanges.are_kept_whole for m in self._of_step))
         self._leader, self._leading, self._training = self, now, self._model.training
         self._version, self._has_new_parts = self._version_now(), False
         self._steps += now.is_begun
@@ -359,7 +360,7 @@ class Sharded(ShardedParts):
             return
         signature.has_come_for(self._wanted)
         signature.note(step, any(m._exchanges.are_kept_whole for m in self._of_step),
-                       budget := self._budget_of(signature))
+                       budget := self._budget_of(signature), self._version)
         if self._steps > self._agreed and signature.rest is not None:
             self._warn_over(signature, "The budget is shared out before the next step with such calls")
         if signature.is_shared and signature.over <= budget < signature.most_taken:

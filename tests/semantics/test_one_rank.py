@@ -69,7 +69,8 @@ class _Growing(GPT):
 
 def _over_many_steps(kind: str) -> dict[str, Any]:
     """Keep an output of a call without a backward in each step, take more from some step on, train the last
-    layer only, or take two batches that are too large, in training mode or not."""
+    layer only, take two batches that are too large, in training mode or not, or let small microbatches
+    exchange the gradients of large ones."""
     model, kept, said, log = _Growing(WORDS, 32, 2), [], [], logging.Handler()
     model.train(kind != "larger in evaluation")
     records: list[str] = []
@@ -84,6 +85,11 @@ def _over_many_steps(kind: str) -> dict[str, Any]:
     def step(k: int) -> None:
         if kind == "kept":
             kept.append(model(torch.randint(WORDS, (8, 32))))
+        if kind == "uneven":
+            for rows in (8, 8, 1):
+                model.set_requires_gradient_sync(rows == 1)
+                model(torch.randint(WORDS, (rows, 32))).backward()
+            return
         large = kind.startswith("larger") and k in (8, 9)
         model(torch.randint(WORDS, (32, 64) if large else (8, 32))).backward()
 
@@ -235,7 +241,7 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "looked at": _looked_at, "handed on": _handed_on, "hooked": _hooked,
     "least": _least,
     **{kind: functools.partial(lambda rank, kind: _over_many_steps(kind), kind=kind)
-       for kind in ("kept", "larger", "larger in evaluation", "grown", "frozen")}}
+       for kind in ("kept", "larger", "larger in evaluation", "uneven", "grown", "frozen")}}
 
 
 def test_the_smallest_budget_is_what_its_steps_take(found: Found) -> None:
@@ -270,6 +276,13 @@ def test_the_first_two_steps_of_a_shape_tell_what_they_take(found: Found, kind: 
     assert first is not None and second is not None, mine
     assert "the first step of a new shape" in first[0] and first[1] == second[1], mine
     assert mine["peak"] <= mine["budget"], mine
+
+
+def test_microbatches_that_exchange_nothing_have_plans_for_the_budget(found: Found) -> None:
+    mine, = found["uneven"]
+    assert "failed" not in mine, mine["failed"]
+    assert 0.75 * mine["budget"] < mine["peak"] <= mine["budget"], mine
+    assert mine["shared"] == 2 and mine["said"] == []
 
 
 def test_a_layer_that_cannot_be_planned_any_more_runs_as_it_is(found: Found) -> None:
