@@ -107,8 +107,8 @@ class Sharded(ShardedParts):
         """The calls of the step so far."""
         self._clock = next((p for p in model.parameters() if p.requires_grad), None)
         self._version, self._training, self._has_new_parts = 0, True, False
-        self._trains_in_evaluation = True
-        """Whether no step with a backward was in training mode, as far as is known."""
+        self._trains_in_evaluation = False
+        """Whether the latest step with a backward was in evaluation mode."""
         self._leader: Sharded = self
         """The model that is called first in the step this one takes part in: it shares the budget out."""
         self._guests: weakref.WeakSet[Sharded] = weakref.WeakSet()
@@ -210,7 +210,8 @@ class Sharded(ShardedParts):
         """Begin a step, whose first call has this signature."""
         if self._leading is not None:
             is_trained = any(m._exchanges.has_come for m in self._of_step)
-            self._trains_in_evaluation &= not (is_trained and self._training)
+            if is_trained:
+                self._trains_in_evaluation = not self._training
             self._leading.ends(is_trained, self._has_new_parts,
                                any(m._exchanges.are_kept_whole for m in self._of_step))
         self._leader, self._leading, self._training = self, now, self._model.training
