@@ -107,6 +107,8 @@ class Sharded(ShardedParts):
         """The calls of the step so far."""
         self._clock = next((p for p in model.parameters() if p.requires_grad), None)
         self._version, self._training, self._has_new_parts = 0, True, False
+        self._trains_in_evaluation = False
+        """Whether the latest step with a backward was in evaluation mode."""
         self._leader: Sharded = self
         """The model that is called first in the step this one takes part in: it shares the budget out."""
         self._guests: weakref.WeakSet[Sharded] = weakref.WeakSet()
@@ -207,7 +209,11 @@ class Sharded(ShardedParts):
     def _begin_step(self, now: Signature, given: Any) -> None:
         """Begin a step, whose first call has this signature."""
         if self._leading is not None:
-            self._leading.ends(any(m._exchanges.has_come for m in self._of_step), self._has_new_parts)
+            is_trained = any(m._exchanges.has_come for m in self._of_step)
+            if is_trained:
+                self._trains_in_evaluation = not self._training
+            self._leading.ends(is_trained, self._has_new_parts,
+                               any(m._exchanges.are_kept_whole for m in self._of_step))
         self._leader, self._leading, self._training = self, now, self._model.training
         self._version, self._has_new_parts = self._version_now(), False
         self._steps += now.is_begun
@@ -228,7 +234,7 @@ class Sharded(ShardedParts):
             for signature in now.family:
                 signature.check_again()
         self._wanted = now.wanted(self._standing == self._whole_gradients)
-        if self._wanted or (now.calls == 1 and self._training):     # evaluation is not measured
+        if self._wanted or (now.calls == 1 and (self._training or self._trains_in_evaluation)):
             self._observe(given)
 
     @property
@@ -355,7 +361,7 @@ class Sharded(ShardedParts):
             return
         signature.has_come_for(self._wanted)
         signature.note(step, any(m._exchanges.are_kept_whole for m in self._of_step),
-                       budget := self._budget_of(signature))
+                       budget := self._budget_of(signature), self._version)
         if self._steps > self._agreed and signature.rest is not None:
             self._warn_over(signature, "The budget is shared out before the next step with such calls")
         if signature.is_shared and signature.over <= budget < signature.most_taken:

@@ -110,6 +110,12 @@ class Signature:
     """What is outside of all plans, once a step was measured that has exchanged its gradients."""
     unexchanged: Rest | None = None
     """What measured steps before it have shown that have exchanged no gradients."""
+    kept_at: int | None = None
+    """The version of the parameters at the latest of these."""
+    versions: int = 0
+    """Versions of the parameters with such measured steps, and no others."""
+    exchanges: bool | None = None
+    """Whether a step has exchanged its gradients; False: none has, in several versions of the parameters."""
     observed: list[tuple[Follower, Part]] = field(default_factory=list)
     """The planned calls of the step that was measured."""
     is_shared: bool = False
@@ -150,12 +156,14 @@ class Signature:
             found = self.further[key] = Signature(number=self.number + 1, family=self.family)
         return found
 
-    def ends(self, is_trained: bool, has_new_parts: bool) -> None:
+    def ends(self, is_trained: bool, has_new_parts: bool, kept_whole: bool) -> None:
         """Note that a step has ended here. `is_trained`: whether a backward has come; `has_new_parts`: calls
-        that had no plans before."""
+        that had no plans before; `kept_whole`: whether it has exchanged no gradients."""
         self.untrained = 0 if is_trained else self.untrained + 1
-        if has_new_parts:
+        exchanges_now = is_trained and not kept_whole
+        if has_new_parts or (self.exchanges is False and exchanges_now):
             self.start_again()
+        self.exchanges = exchanges_now or self.exchanges
         if self.rest is None and self.missed >= self.patience:
             self.missed, self.patience = 0, 2 * self.patience
 
@@ -187,16 +195,22 @@ class Signature:
         self.rest, self.is_shared, self.checks, self.checked, self.missed = None, False, 0, None, 0
         self.refused = 0
 
-    def note(self, step: Observed, kept_whole: bool, budget: int) -> None:
+    def note(self, step: Observed, kept_whole: bool, budget: int, version: int) -> None:
         """Note what a measured step has shown. `kept_whole`: whether it has exchanged no gradients. Steps are
-        measured until one has, as that takes buffers, and lets whole gradients go."""
+        measured until one has, as that takes buffers, and lets whole gradients go; or until none has in two
+        versions of the parameters, as other microbatches exchange them. `version`: of the parameters."""
         found = step.rest()
         if self.is_shared:
             self._check(found, step.peak, max(budget, self.refused))
             return
         if found is not None and self.unexchanged is not None:
             found = found.together(self.unexchanged)
-        self.rest, self.unexchanged = (None, found) if kept_whole else (found, None)
+        if kept_whole and version != self.kept_at:
+            self.kept_at, self.versions = version, self.versions + 1
+        if self.versions > 1 and self.exchanges is None:
+            self.exchanges = False
+        waits = kept_whole and self.exchanges is not False
+        self.rest, self.unexchanged = (None, found) if waits else (found, None)
         if found is not None:
             self.observed = [(follower, part) for follower, part, _ in step.calls]
             self.taken = max(self.taken, step.peak)

@@ -27,9 +27,10 @@ class Stages(Sharded):
 
     _too_large = (
         "{name}: no plans of its modules keep a step within {budget:,} bytes: what is outside of all plans "
-        "(losses, what is sent, gradients, gathered parameters) takes up to {outside:,}, and the smallest "
-        "budget that can be met is about {least:,} bytes ({share:.0%} of the step's own peak of about "
-        "{plain:,} bytes)")
+        "(losses, outputs, what is sent, gradients, gathered parameters) takes up to {outside:,}, and the "
+        "smallest budget that can be met is about {least:,} bytes ({share:.0%} of the step's own peak of "
+        "about {plain:,} bytes). A schedule's step keeps the outputs of the last stage, and returns a copy "
+        "of them, unless return_outputs=False")
     _has_further_calls = True
 
     def __init__(self, model: nn.Module, planning: Planning) -> None:

@@ -35,6 +35,9 @@ _ADD = torch.ops.aten.add.Tensor
 AROUND = (0.6, 0.85, 1.0, 1.2)
 """Multiples of the bytes that a part can hold between forward and backward on average: each is tried as the
 limit of a schedule."""
+LEAN = 0.05
+"""The share of the way from the smallest peak that is known to that without recomputation: about so much more
+may a part take that holds as little as it can between forward and backward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +133,9 @@ def _searched(solved: Solved, method: Planner, share: float) -> Sequence[Schedul
     extras = {whole.peak - held}
     if least is not None:
         extras.add(max(1, (whole.peak + 2 * least.peak) // 3 - held))
+        lean = least.peak + int(LEAN * (whole.peak - least.peak))
         found += _schedules(method, problem, least.peak)
+        found += _schedules(method, replace(problem, reserve_at_loss=max(1, lean - held)), lean)
     for extra in sorted(extras):
         part = replace(problem, reserve_at_loss=extra)
         for saved in dict.fromkeys(held + int(min(0.97, share * around) * (whole.saved - held))

@@ -78,7 +78,7 @@ def test_the_smallest_budget_that_a_warning_names_is_checked(
         for _ in range(CHECKS + 2):
             model._share_out(now, None)
             if now.checks:
-                now.note(step, False, 15)
+                now.note(step, False, 15, 0)
     assert [str(w.message) for w in caught] == [f"{each}. Its steps take that" for each in told]
 
 
@@ -174,34 +174,48 @@ def test_a_call_that_is_planned_anew_can_be_observed_at_once() -> None:
 def test_a_step_that_makes_other_calls_is_measured_when_it_comes_again() -> None:
     usual = Signature()
     assert not usual.wanted(True)
-    usual.ends(True, False)
+    usual.ends(True, False, False)
     assert usual.wanted(True) == [usual]
     usual.rest, usual.is_shared = SEEN, True
     longer = usual.followed_by("a longer call")
     assert longer is usual.followed_by("a longer call") and not usual.wanted(True)
-    longer.ends(True, False)
+    longer.ends(True, False, False)
     assert usual.wanted(True) == [longer]
     for _ in range(PATIENCE):                           # it does not come again
         usual.has_come_for([longer])
     assert not usual.wanted(True)
-    longer.ends(True, False)
+    longer.ends(True, False, False)
     assert usual.wanted(True) == [longer] and longer.patience == 2 * PATIENCE
     longer.rest = SEEN
     assert usual.next_shared is longer and not usual.wanted(True)
 
 
+def test_a_step_that_exchanges_no_gradients_is_measured_in_two_versions_of_the_parameters() -> None:
+    now, step = Signature(), cast(Any, SimpleNamespace(peak=1, rest=lambda: SEEN, calls=[]))
+    for version, rest in ((1, None), (1, None), (2, SEEN)):
+        now.note(step, True, 100, version)
+        now.ends(True, False, True)
+        assert now.rest == rest and now.exchanges is (None if rest is None else False)
+    now.is_shared = True
+    now.ends(True, False, False)                        # it exchanges them after all
+    assert now.wanted(True) == [now] and not now.is_shared
+    for kept_whole in (True, False):
+        now.note(step, kept_whole, 100, 3)
+        assert now.rest == (None if kept_whole else SEEN)
+
+
 def test_what_has_calls_without_plans_is_measured_again() -> None:
     usual = Signature(rest=SEEN, is_shared=True)
-    usual.ends(True, True)
+    usual.ends(True, True, False)
     assert usual.wanted(True) == [usual]
 
 
 def test_evaluation_between_training_steps_does_not_end_the_measurement() -> None:
     usual = Signature()
-    usual.ends(True, False)
+    usual.ends(True, False, False)
     for _ in range(EVALUATIONS):
         assert usual.wanted(True) == [usual]
-        usual.ends(False, False)
+        usual.ends(False, False, False)
     assert not usual.wanted(True)
 
 

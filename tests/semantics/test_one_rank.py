@@ -69,8 +69,10 @@ class _Growing(GPT):
 
 def _over_many_steps(kind: str) -> dict[str, Any]:
     """Keep an output of a call without a backward in each step, take more from some step on, train the last
-    layer only, or take two batches that are too large."""
+    layer only, take two batches that are too large, in training mode or not, or let small microbatches
+    exchange the gradients of large ones."""
     model, kept, said, log = _Growing(WORDS, 32, 2), [], [], logging.Handler()
+    model.train(kind != "larger in evaluation")
     records: list[str] = []
     log.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("rkmate").addHandler(log)
@@ -83,7 +85,13 @@ def _over_many_steps(kind: str) -> dict[str, Any]:
     def step(k: int) -> None:
         if kind == "kept":
             kept.append(model(torch.randint(WORDS, (8, 32))))
-        model(torch.randint(WORDS, (32, 64) if kind == "larger" and k in (8, 9) else (8, 32))).backward()
+        if kind == "uneven":
+            for rows in (8, 8, 1):
+                model.set_requires_gradient_sync(rows == 1)
+                model(torch.randint(WORDS, (rows, 32))).backward()
+            return
+        large = kind.startswith("larger") and k in (8, 9)
+        model(torch.randint(WORDS, (32, 64) if large else (8, 32))).backward()
 
     def peak(k: int) -> int:
         found = devices.of(torch.zeros(1)).measure_peak(lambda: step(k)).peak
@@ -233,7 +241,7 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "looked at": _looked_at, "handed on": _handed_on, "hooked": _hooked,
     "least": _least,
     **{kind: functools.partial(lambda rank, kind: _over_many_steps(kind), kind=kind)
-       for kind in ("kept", "larger", "grown", "frozen")}}
+       for kind in ("kept", "larger", "larger in evaluation", "uneven", "grown", "frozen")}}
 
 
 def test_the_smallest_budget_is_what_its_steps_take(found: Found) -> None:
@@ -259,14 +267,22 @@ def test_a_call_whose_loss_leaves_an_output_out_is_shared_out_as_it_is_trained(f
     assert ["depends on output 0 (counted from 0) alone" in text for text in mine["said"]] == [True], mine
 
 
-def test_the_first_two_steps_of_a_shape_tell_what_they_take(found: Found) -> None:
-    mine, = found["larger"]
+@pytest.mark.parametrize("kind", ["larger", "larger in evaluation"])
+def test_the_first_two_steps_of_a_shape_tell_what_they_take(found: Found, kind: str) -> None:
+    mine, = found[kind]
     assert "failed" not in mine, mine["failed"]
     both = rf".* has taken ([0-9,]+) bytes of the budget of {mine['budget']:,}[.,] .*"
     first, second = (re.fullmatch(both, text) for text in mine["said"])
     assert first is not None and second is not None, mine
     assert "the first step of a new shape" in first[0] and first[1] == second[1], mine
     assert mine["peak"] <= mine["budget"], mine
+
+
+def test_microbatches_that_exchange_nothing_have_plans_for_the_budget(found: Found) -> None:
+    mine, = found["uneven"]
+    assert "failed" not in mine, mine["failed"]
+    assert 0.75 * mine["budget"] < mine["peak"] <= mine["budget"], mine
+    assert mine["shared"] == 2 and mine["said"] == []
 
 
 def test_a_layer_that_cannot_be_planned_any_more_runs_as_it_is(found: Found) -> None:
