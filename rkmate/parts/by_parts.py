@@ -49,7 +49,6 @@ from rkmate.parts.one_budget import (
 )
 from rkmate.pipeline.part_plans import ways_of, with_terms
 from rkmate.pipeline.prepare import trace
-from rkmate.planners.several_calls import Item
 from rkmate.runtime.followed_step import FollowedStep
 from rkmate.runtime.guards import ModuleReader, guards_of
 from rkmate.runtime.kept_plans import Planning, Prototype
@@ -364,22 +363,19 @@ class Parts(OneBudget):
         wholes = [part.whole for part, found in zip(parts, modules, strict=True) for _ in found]
         share, fits = room_for(wholes, moments, budget) if moments else (
             (budget - beside) / max(1, held), budget >= held + max(alone, beside + extra))
-        if not fits:
-            share = min(share, FULL)
+        share = share if fits else min(share, FULL)
         beside += waiting
-        items: list[Item] = []
-        places: list[tuple[Kind, Part, nn.Module]] = []
-        for kind, part, found in zip(kinds, parts, modules, strict=True):
+        for part in parts:
             part.look(share)
-            for module, calls in found:
-                items.append(Item([way.scaled(*kind.sizes_of(module)) for way in part.ways], calls))
-                places.append((kind, part, module))
+        places = [(kind, part, module) for kind, part, found in zip(kinds, parts, modules, strict=True)
+                  for module, _ in found]
         rest = self._rest = self._rest.together(Rest(beside, max(alone, beside), early, 0))
         if not kinds:
             self._nothing_worth(step)
             return
-        self._asked, self._over, self._to_measure = Asked(
-            step, kinds, items, places, rest._replace(plain=most), moments), 0, MEASURED
+        self._asked = Asked(step, kinds, places, [calls for found in modules for _, calls in found], share,
+                            rest._replace(plain=most), moments)
+        self._over, self._to_measure = 0, MEASURED
         if self._share(self._asked, budget):
             inside = {id(m) for part in self.planned for m in part.modules()}
             self.watch(m for m in unseen if id(m) not in inside and kind_key(m) not in saved
@@ -388,12 +384,13 @@ class Parts(OneBudget):
     def _share(self, asked: Asked, budget: int) -> bool:
         """Share a budget out, and put plans into the parts; False where the step needs none."""
         places, most = asked.places, asked.rest.plain
+        is_near = self.active and not self.planned and asked.is_estimate and most <= NEAR * budget
         try:
-            shared = self._shared_out([part for _, part, _ in places], asked.items, asked.rest, budget,
-                                      asked.moments)
+            planner = "" if most <= budget or is_near else self.planning.planner
+            shared = asked.shared_out(self._shared_out, budget, planner)
         except InfeasibleBudget:
             if most > budget:
-                if self.planned or not (self.active and asked.is_estimate and most <= NEAR * budget):
+                if not is_near:
                     raise
                 self._followed = FollowedStep(self._model.parameters(), asked.step.meter)
             self._is_planned = True
@@ -405,10 +402,13 @@ class Parts(OneBudget):
             self.planned = []
             return False
         followed: dict[nn.Module, list[tuple[Kind, Prototype, int]]] = defaultdict(list)
-        for (kind, _, module), plan, extra in zip(places, shared.plans, shared.extras, strict=True):
+        reason = f"nothing fits in the budget of {self._type} with the original's operations of "
+        for (kind, part, module), number, plan, extra in zip(places, shared.choice.ways, shared.plans,
+                                                             shared.extras, strict=True):
             followed[module].append((kind, plan, extra))
+            self._warn_of_variant(part, number, reason + kind.name, "refuses such budgets")
         for module, mine in followed.items():
-            self._put_into(module, mine, shared, sum(item.calls for item in asked.items))
+            self._put_into(module, mine, shared, sum(asked.calls))
         self.planned = list(followed)
         self._is_planned, self._peak = True, shared.taken
         self._tell_of(asked, shared)
