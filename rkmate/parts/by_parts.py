@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -27,6 +27,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.parts.kinds import (
     Asked,
     Kind,
+    Put,
     is_named,
     is_worth_looking_at,
     kind_key,
@@ -76,20 +77,12 @@ SIZES = 4
 the bytes that they save."""
 
 
-class Put(Protocol):
-    """Puts plans into a submodule."""
-
-    def __call__(self, module: nn.Module, planning: Planning, plans: tuple[Prototype, ...],
-                 refused: Callable[[nn.Module, RkmateError], None]) -> None:
-        """`plans`: to follow where they fit. `refused`: told of a call that cannot be planned."""
-
-
 class Parts(OneBudget):
     """The parts of one model."""
 
     _too_large = ("{name} is planned by parts, and no schedules of them fit in {budget:,} bytes: the rest of "
                   "the step takes {outside:,}, and the smallest budget that can be met is {least:,} bytes "
-                  "({share:.0%} of its own peak of about {plain:,} bytes)")
+                  "({share:.0%} of its own peak of about {plain:,} bytes){why}")
     _plain_is_fallback = True
 
     def __init__(self, model: nn.Module, planning: Planning, put: Put,
@@ -279,6 +272,9 @@ class Parts(OneBudget):
     @property
     def _kinds(self) -> list[Kind]:
         return [k for alike in self._alike.values() for k in alike]
+
+    def _why(self) -> str:
+        return "".join(f". {why}" for why in [why_not(self._kinds)] if why)
 
     def _settings(self, trains: Any) -> Any:
         return replace(self.planning.settings, trains=trains)
@@ -562,15 +558,13 @@ class Parts(OneBudget):
             names = list(dict.fromkeys(self._name(m) for _, m in mine))
             several = f" to {names[-1]}, {len(names)} in all" if len(names) > 1 else ""
             parts.append(f"{names[0]}{several} ({mine[0][0].name})")
-        why = why_not(self._kinds)
         kept = max(asked.step.kept, sum(k.saved for k in self._kinds))
         logger.warning(
             "%s is planned by parts: %s. That is %.0f%% of the %s bytes that a step as it is keeps for its "
             "backward. The rest takes up to %s bytes, a step at most about %s bytes of the budget of %s%s",
             self._type, ", ".join(parts), 100 * sum(k.saved for k in asked.kinds) / max(1, kept), f"{kept:,}",
             f"{max((m.bytes for m in asked.moments), default=asked.rest.beside):,}",
-            f"{shared.taken:,}", f"{shared.budget:,}",
-            f". {why}" if why else "")
+            f"{shared.taken:,}", f"{shared.budget:,}", self._why())
 
     def _name(self, module: nn.Module) -> str:
         return next((n for n, m in self._model.named_modules() if m is module), type(module).__name__)

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from rkmate.pipeline.prepare import Traced, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.several_calls import Item, Moment
 from rkmate.runtime.guards import Guards
-from rkmate.runtime.kept_plans import attributes_in
+from rkmate.runtime.kept_plans import Planning, Prototype, attributes_in
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
@@ -32,6 +32,14 @@ from rkmate.torch_seam.versions import is_off
 
 ABOUT = 0.05
 """The share of its bytes by which a call may differ from another one of about the same size."""
+
+
+class Put(Protocol):
+    """Puts plans into a submodule."""
+
+    def __call__(self, module: nn.Module, planning: Planning, plans: tuple[Prototype, ...],
+                 refused: Callable[[nn.Module, RkmateError], None]) -> None:
+        """`plans`: to follow where they fit. `refused`: told of a call that cannot be planned."""
 
 
 @dataclass

@@ -350,6 +350,10 @@ class OneBudget:
         self._told: set[str] = set()
         self._watched: list[nn.Module] = []
 
+    def _why(self) -> str:
+        """Return what the rest of a step contains because it cannot be planned, for the end of a message."""
+        return ""
+
     def called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a submodule that is watched, in the forward of a training step."""
         raise NotImplementedError
@@ -399,7 +403,7 @@ class OneBudget:
             raise InfeasibleBudget(self._too_large.format(
                 name=self._type, budget=budget,
                 outside=max((m.bytes for m in moments), default=max(rest.figures[:3])), least=least,
-                share=least / max(1, rest.plain), plain=rest.plain), least)
+                share=least / max(1, rest.plain), plain=rest.plain, why=self._why()), least)
         chosen = [item.ways[way] for item, way in zip(items, choice.ways, strict=True)]
         spare: dict[int, int] = {}
         for moment in moments:

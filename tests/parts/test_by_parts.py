@@ -632,10 +632,10 @@ def test_where_nothing_can_be_planned_the_error_stays_and_nothing_is_changed() -
 
 
 def test_a_budget_that_the_rest_exceeds_names_the_smallest_one() -> None:
-    model = Stack([Layer() for _ in range(4)], drop=0.3)
+    model = Stack([Looking(), *(Layer() for _ in range(4))], drop=0.3)
     applied(model, 1)
     train(model, plainly, 0)
-    with pytest.raises(rkmate.InfeasibleBudget, match="the rest of the step takes") as error:
+    with pytest.raises(rkmate.InfeasibleBudget, match="Not planned: Looking: cannot be captured") as error:
         train(model, plainly, 1)
     least = error.value.minimum_bytes
     rkmate.remove(model)
