@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -27,6 +27,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.parts.kinds import (
     Asked,
     Kind,
+    Put,
     is_named,
     is_worth_looking_at,
     kind_key,
@@ -49,7 +50,6 @@ from rkmate.parts.one_budget import (
 )
 from rkmate.pipeline.part_plans import ways_of, with_terms
 from rkmate.pipeline.prepare import trace
-from rkmate.planners.several_calls import Item
 from rkmate.runtime.followed_step import FollowedStep
 from rkmate.runtime.guards import ModuleReader, guards_of
 from rkmate.runtime.kept_plans import Planning, Prototype
@@ -77,20 +77,12 @@ SIZES = 4
 the bytes that they save."""
 
 
-class Put(Protocol):
-    """Puts plans into a submodule."""
-
-    def __call__(self, module: nn.Module, planning: Planning, plans: tuple[Prototype, ...],
-                 refused: Callable[[nn.Module, RkmateError], None]) -> None:
-        """`plans`: to follow where they fit. `refused`: told of a call that cannot be planned."""
-
-
 class Parts(OneBudget):
     """The parts of one model."""
 
     _too_large = ("{name} is planned by parts, and no schedules of them fit in {budget:,} bytes: the rest of "
                   "the step takes {outside:,}, and the smallest budget that can be met is {least:,} bytes "
-                  "({share:.0%} of its own peak of about {plain:,} bytes)")
+                  "({share:.0%} of its own peak of about {plain:,} bytes){why}")
     _plain_is_fallback = True
 
     def __init__(self, model: nn.Module, planning: Planning, put: Put,
@@ -281,6 +273,9 @@ class Parts(OneBudget):
     def _kinds(self) -> list[Kind]:
         return [k for alike in self._alike.values() for k in alike]
 
+    def _why(self) -> str:
+        return "".join(f". {why}" for why in [why_not(self._kinds)] if why)
+
     def _settings(self, trains: Any) -> Any:
         return replace(self.planning.settings, trains=trains)
 
@@ -364,22 +359,19 @@ class Parts(OneBudget):
         wholes = [part.whole for part, found in zip(parts, modules, strict=True) for _ in found]
         share, fits = room_for(wholes, moments, budget) if moments else (
             (budget - beside) / max(1, held), budget >= held + max(alone, beside + extra))
-        if not fits:
-            share = min(share, FULL)
+        share = share if fits else min(share, FULL)
         beside += waiting
-        items: list[Item] = []
-        places: list[tuple[Kind, Part, nn.Module]] = []
-        for kind, part, found in zip(kinds, parts, modules, strict=True):
+        for part in parts:
             part.look(share)
-            for module, calls in found:
-                items.append(Item([way.scaled(*kind.sizes_of(module)) for way in part.ways], calls))
-                places.append((kind, part, module))
+        places = [(kind, part, module) for kind, part, found in zip(kinds, parts, modules, strict=True)
+                  for module, _ in found]
         rest = self._rest = self._rest.together(Rest(beside, max(alone, beside), early, 0))
         if not kinds:
             self._nothing_worth(step)
             return
-        self._asked, self._over, self._to_measure = Asked(
-            step, kinds, items, places, rest._replace(plain=most), moments), 0, MEASURED
+        self._asked = Asked(step, kinds, places, [calls for found in modules for _, calls in found], share,
+                            rest._replace(plain=most), moments)
+        self._over, self._to_measure = 0, MEASURED
         if self._share(self._asked, budget):
             inside = {id(m) for part in self.planned for m in part.modules()}
             self.watch(m for m in unseen if id(m) not in inside and kind_key(m) not in saved
@@ -388,12 +380,13 @@ class Parts(OneBudget):
     def _share(self, asked: Asked, budget: int) -> bool:
         """Share a budget out, and put plans into the parts; False where the step needs none."""
         places, most = asked.places, asked.rest.plain
+        is_near = self.active and not self.planned and asked.is_estimate and most <= NEAR * budget
         try:
-            shared = self._shared_out([part for _, part, _ in places], asked.items, asked.rest, budget,
-                                      asked.moments)
+            planner = "" if most <= budget or is_near else self.planning.planner
+            shared = asked.shared_out(self._shared_out, budget, planner)
         except InfeasibleBudget:
             if most > budget:
-                if self.planned or not (self.active and asked.is_estimate and most <= NEAR * budget):
+                if not is_near:
                     raise
                 self._followed = FollowedStep(self._model.parameters(), asked.step.meter)
             self._is_planned = True
@@ -405,10 +398,13 @@ class Parts(OneBudget):
             self.planned = []
             return False
         followed: dict[nn.Module, list[tuple[Kind, Prototype, int]]] = defaultdict(list)
-        for (kind, _, module), plan, extra in zip(places, shared.plans, shared.extras, strict=True):
+        reason = f"nothing fits in the budget of {self._type} with the original's operations of "
+        for (kind, part, module), number, plan, extra in zip(places, shared.choice.ways, shared.plans,
+                                                             shared.extras, strict=True):
             followed[module].append((kind, plan, extra))
+            self._warn_of_variant(part, number, reason + kind.name, "refuses such budgets")
         for module, mine in followed.items():
-            self._put_into(module, mine, shared, sum(item.calls for item in asked.items))
+            self._put_into(module, mine, shared, sum(asked.calls))
         self.planned = list(followed)
         self._is_planned, self._peak = True, shared.taken
         self._tell_of(asked, shared)
@@ -562,15 +558,13 @@ class Parts(OneBudget):
             names = list(dict.fromkeys(self._name(m) for _, m in mine))
             several = f" to {names[-1]}, {len(names)} in all" if len(names) > 1 else ""
             parts.append(f"{names[0]}{several} ({mine[0][0].name})")
-        why = why_not(self._kinds)
         kept = max(asked.step.kept, sum(k.saved for k in self._kinds))
         logger.warning(
             "%s is planned by parts: %s. That is %.0f%% of the %s bytes that a step as it is keeps for its "
             "backward. The rest takes up to %s bytes, a step at most about %s bytes of the budget of %s%s",
             self._type, ", ".join(parts), 100 * sum(k.saved for k in asked.kinds) / max(1, kept), f"{kept:,}",
             f"{max((m.bytes for m in asked.moments), default=asked.rest.beside):,}",
-            f"{shared.taken:,}", f"{shared.budget:,}",
-            f". {why}" if why else "")
+            f"{shared.taken:,}", f"{shared.budget:,}", self._why())
 
     def _name(self, module: nn.Module) -> str:
         return next((n for n, m in self._model.named_modules() if m is module), type(module).__name__)

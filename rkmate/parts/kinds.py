@@ -6,20 +6,20 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from rkmate.errors import RkmateError
+from rkmate.errors import InfeasibleBudget, RkmateError
 from rkmate.graph.capture.structure import Structure, take_apart
 from rkmate.parts.observed_step import ObservedStep, PartCall
-from rkmate.parts.one_budget import Part, Rest, bytes_made, is_one_operation
+from rkmate.parts.one_budget import Part, Rest, Shared, bytes_made, is_one_operation
 from rkmate.pipeline.prepare import Traced, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.several_calls import Item, Moment
 from rkmate.runtime.guards import Guards
-from rkmate.runtime.kept_plans import attributes_in
+from rkmate.runtime.kept_plans import Planning, Prototype, attributes_in
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
@@ -32,6 +32,14 @@ from rkmate.torch_seam.versions import is_off
 
 ABOUT = 0.05
 """The share of its bytes by which a call may differ from another one of about the same size."""
+
+
+class Put(Protocol):
+    """Puts plans into a submodule."""
+
+    def __call__(self, module: nn.Module, planning: Planning, plans: tuple[Prototype, ...],
+                 refused: Callable[[nn.Module, RkmateError], None]) -> None:
+        """`plans`: to follow where they fit. `refused`: told of a call that cannot be planned."""
 
 
 @dataclass
@@ -156,13 +164,36 @@ class Asked:
 
     step: ObservedStep
     kinds: Sequence[Kind]
-    items: Sequence[Item]
     places: Sequence[tuple[Kind, Part, nn.Module]]
     """The kind, what was captured of it, and the submodule of each item."""
+    calls: Sequence[int]
+    """How often each of these submodules is called."""
+    share: float
+    """About how much of what the calls hold without recomputation they can hold within the budget."""
     rest: Rest
     moments: Sequence[Moment]
     is_estimate: bool = True
     """Whether the bytes of a step as it is were not measured in a step that ran without observers."""
+
+    @property
+    def items(self) -> list[Item]:
+        """Each submodule with the schedules that it may follow."""
+        return [Item([way.scaled(*kind.sizes_of(module)) for way in part.ways], calls)
+                for (kind, part, module), calls in zip(self.places, self.calls, strict=True)]
+
+    def shared_out(self, share_out: Callable[..., Shared], budget: int, planner: str) -> Shared:
+        """Share a budget out among the schedules of all parts. Where it is too small, look for schedules of
+        variants of their graphs, too, one variant after the other. Raises `InfeasibleBudget`.
+
+        `planner`: that looks for them; empty where the parts are to keep their bits."""
+        parts = [kind.part for kind in self.kinds if kind.part is not None and kind.given is not None]
+        while True:
+            try:
+                return share_out([part for _, part, _ in self.places], self.items, self.rest, budget,
+                                 self.moments)
+            except InfeasibleBudget:
+                if not planner or not sum(part.add_form(planner, budget, self.share) for part in parts):
+                    raise
 
 
 def sizes_in(args: Any, kwargs: Any) -> tuple[torch.Size, ...]:

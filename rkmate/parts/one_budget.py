@@ -19,8 +19,9 @@ from torch import fx, nn
 from rkmate.errors import CaptureError, InfeasibleBudget
 from rkmate.graph.capture.captured import Capture
 from rkmate.graph.ops.properties import is_random
-from rkmate.pipeline.part_plans import PartWays, more_ways
+from rkmate.pipeline.part_plans import PartWays, lean_variants, more_ways, ways_of
 from rkmate.pipeline.prepare import Traced
+from rkmate.pipeline.variants import Variant
 from rkmate.planners.several_calls import Choice, Item, Moment, Way, share_out, smallest_limit
 from rkmate.runtime.guards import Guards
 from rkmate.runtime.kept_plans import Planning, Prototype, TangentMask, is_alike, is_free
@@ -139,6 +140,8 @@ class Part:
     """Whether the first step, too, may follow a variant that changes last bits."""
     loss: TangentMask | None = None
     """For each output, whether the loss depends on it; None: on all, until a step shows otherwise."""
+    _variants: Iterator[Variant] | None = None
+    """The variants of the graph that have no schedules yet."""
 
     @functools.cached_property
     def first(self) -> Way:
@@ -171,6 +174,16 @@ class Part:
         """Look for further schedules. `share`: about how much of what the calls hold without recomputation
         they can hold within the budget."""
         self.forms = [more_ways(form, share) for form in self.forms]
+
+    def add_form(self, planner: str, budget: int, share: float) -> bool:
+        """Add the schedules of the next variant of the graph that trades something for memory; return whether
+        there was one. `budget`: bytes that measuring may take; `share`: as for `look`."""
+        if self._variants is None:
+            self._variants = lean_variants(self.traced)
+        variant = next(self._variants, None)
+        if variant is not None:
+            self.forms.append(ways_of(self.traced, planner, lambda blocked: budget, share, variant))
+        return variant is not None
 
     def form_of(self, number: int) -> tuple[PartWays, int]:
         """Return the variant of a schedule, and the schedule's number in it."""
@@ -337,6 +350,10 @@ class OneBudget:
         self._told: set[str] = set()
         self._watched: list[nn.Module] = []
 
+    def _why(self) -> str:
+        """Return what the rest of a step contains because it cannot be planned, for the end of a message."""
+        return ""
+
     def called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a submodule that is watched, in the forward of a training step."""
         raise NotImplementedError
@@ -358,6 +375,16 @@ class OneBudget:
             self._told.add(subject)
             warn(message)
 
+    def _warn_of_variant(self, part: Part, number: int, reason: str, instead: str) -> None:
+        """Say once which variant of a part's graph a schedule is of, unless it is the original's.
+
+        `reason`: why it is followed; `instead`: what the settings that forbid it would do."""
+        form, _ = part.form_of(number)
+        if form is not part.forms[0]:
+            blocked = form.solved.prepared.blocked
+            self._warn_once(f"{blocked.variant.name}: {reason}",
+                            blocked.variant.warning(reason, instead, blocked.concerned))
+
     def _shared_out(self, parts: Sequence[Part], items: Sequence[Item], rest: Rest, budget: int,
                     moments: Sequence[Moment] = ()) -> Shared:
         """Share the budget out: the fastest schedules together. Raises `InfeasibleBudget`.
@@ -376,7 +403,7 @@ class OneBudget:
             raise InfeasibleBudget(self._too_large.format(
                 name=self._type, budget=budget,
                 outside=max((m.bytes for m in moments), default=max(rest.figures[:3])), least=least,
-                share=least / max(1, rest.plain), plain=rest.plain), least)
+                share=least / max(1, rest.plain), plain=rest.plain, why=self._why()), least)
         chosen = [item.ways[way] for item, way in zip(items, choice.ways, strict=True)]
         spare: dict[int, int] = {}
         for moment in moments:

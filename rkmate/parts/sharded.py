@@ -530,12 +530,8 @@ class Sharded(ShardedParts):
                                                          shared.extras, strict=True):
             chosen = follower.within._chosen[follower]
             chosen[part] = part.ways[number], plan
-            form, _ = part.form_of(number)
-            if form is not part.forms[0]:
-                blocked = form.solved.prepared.blocked
-                self._warn_once(blocked.variant.name, blocked.variant.warning(
-                    "nothing else keeps to the budget, or this is faster", "keeps its bits",
-                    blocked.concerned))
+            self._warn_of_variant(part, number, "nothing else keeps to the budget, or this is faster",
+                                  "keeps its bits")
             follower.cache.follow([p for _, p in chosen.values()])
             follower.cache.planning = replace(
                 follower.cache.planning, budget=Budget(bytes=part.ways[number].saved + extra),

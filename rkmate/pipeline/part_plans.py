@@ -3,7 +3,7 @@ a plan for the one that it follows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,9 +14,9 @@ from rkmate.graph.capture.captured import Capture, Source
 from rkmate.ir.schedule import Schedule
 from rkmate.ir.simulate import peak_with_gradients, simulate
 from rkmate.pipeline.attempts import Planned, plan_of
-from rkmate.pipeline.prepare import Blocked, Prepared, Traced, prepare
+from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare
 from rkmate.pipeline.solve import Solved, solve
-from rkmate.pipeline.variants import Variant
+from rkmate.pipeline.variants import Variant, first, others
 from rkmate.planners.protocol import (
     Outcome,
     Planner,
@@ -107,6 +107,14 @@ def more_ways(ways: PartWays, share: float) -> PartWays:
     """Return a part with further schedules, for another share of what it saves (`ways_of`)."""
     settings = ways.solved.prepared.settings
     return _with(ways, find_planner(ways.planner, settings.of_planner), ways.schedules, share)
+
+
+def lean_variants(traced: Traced) -> Iterator[Variant]:
+    """Yield the variants of a part's graph that trade something for memory, tiles last."""
+    always = first(traced.settings).rows
+    for variant in others(traced.settings, block(traced).concerned):
+        if not any(row.asked_for and row not in always for row in variant.rows):
+            yield variant
 
 
 def _with(part: PartWays, method: Planner, known: Sequence[Schedule], share: float) -> PartWays:

@@ -632,10 +632,10 @@ def test_where_nothing_can_be_planned_the_error_stays_and_nothing_is_changed() -
 
 
 def test_a_budget_that_the_rest_exceeds_names_the_smallest_one() -> None:
-    model = Stack([Layer() for _ in range(4)], drop=0.3)
+    model = Stack([Looking(), *(Layer() for _ in range(4))], drop=0.3)
     applied(model, 1)
     train(model, plainly, 0)
-    with pytest.raises(rkmate.InfeasibleBudget, match="the rest of the step takes") as error:
+    with pytest.raises(rkmate.InfeasibleBudget, match="Not planned: Looking: cannot be captured") as error:
         train(model, plainly, 1)
     least = error.value.minimum_bytes
     rkmate.remove(model)
@@ -643,6 +643,42 @@ def test_a_budget_that_the_rest_exceeds_names_the_smallest_one() -> None:
     for seed in range(3):
         train(model, plainly, seed)
     assert planned_parts(model)
+
+
+class Widening(nn.Module):
+    """Convolutions that widen, in front of a look at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(),
+                                  nn.Conv2d(16, 64, 3, padding=1), nn.ReLU(), nn.AvgPool2d(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        return x.square().mean() if x.abs().amax() < 1e9 else x.mean()
+
+
+@pytest.mark.parametrize("tiles", ["auto", "never"])
+def test_parts_run_in_tiles_where_nothing_else_fits(tiles: Any) -> None:
+    def step(module: nn.Module) -> torch.Tensor:
+        loss: torch.Tensor = module(images)
+        return loss
+
+    model, images = Widening(), torch.randn(8, 3, 16, 16)
+    plain = copy.deepcopy(model)
+    budget = int(0.7 * peak(plain, step, 0))
+    rkmate.apply(model, budget=budget, settings=rkmate.Settings(tiles=tiles), progress=False)
+    train(model, step, 0)
+    if tiles == "never":
+        with pytest.raises(rkmate.InfeasibleBudget, match="planned by parts"):
+            train(model, step, 1)
+        return
+    with pytest.warns(rkmate.RkmateWarning, match=r"nothing fits in the budget of Widening .* run in tiles"):
+        train(model, step, 1)
+    assert peak(model, step, 2) <= budget
+    expected, found = train(plain, step, 3), train(model, step, 3)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
 
 
 def test_plans_of_frozen_parts_hold_inputs_that_other_modules_have_made() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 import rkmate
 from rkmate.errors import CaptureError
 from rkmate.measure.step import measure_step
+from rkmate.torch_seam.patches.numerics import one_hot_of_positions
 
 Asks = Callable[["Layer", torch.Tensor], torch.Tensor]
 
@@ -110,9 +112,17 @@ def _distributed(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return torch.distributions.Normal(x, 1e4 - x, validate_args=True).rsample()
 
 
+def _one_hot(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return x + F.one_hot((x > 1e4).any(-1).long() * 16, num_classes=16)
+
+
+def _one_hot_positions(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return x * F.one_hot(x.topk(2)[1], 16).sum(1) + F.one_hot(x.softmax(-1).multinomial(1).squeeze(1), 16)
+
+
 CHECKS = (_raising, _asserting, _else_raising, _asserted_by_torch, _checked_by_torch, _asserted_later,
-          _variance, _distributed)
-KINDS = (_finite, _not_finite, _neither, _drawn, _inverted, _solved, _factorised, *CHECKS)
+          _variance, _distributed, _one_hot)
+KINDS = (_one_hot_positions, _finite, _not_finite, _neither, _drawn, _inverted, _solved, _factorised, *CHECKS)
 
 
 def trained(asks: Asks, budget: float | None, *, infinite: bool = False) -> tuple[
@@ -138,6 +148,31 @@ def trained(asks: Asks, budget: float | None, *, infinite: bool = False) -> tupl
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(
         torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other, strict=True))
+
+
+class Positions(nn.Module):
+    def forward(self, x: torch.Tensor, n: torch.Tensor) -> list[torch.Tensor]:
+        """Return first what is in range, then what may not be."""
+        found = [x.argmax(1), x.argmax(), x.max(0)[1], x.topk(2, dim=1)[1].t(), n.sort(1)[1][:, 0],
+                 x.exp().multinomial(1).squeeze(1), n.argsort(dim=0).unbind(1)[0]]
+        unknown = [n[0], n.sort(1)[0], n.amax(1), x.argmax(0) + 3, torch.cat([x.argmax(0)])]
+        return [F.one_hot(t, x.numel() if t.dim() == 0 else 16) for t in found] + [
+            F.one_hot(t, 16) for t in unknown] + [F.one_hot(x.argmax(0), 3), F.one_hot(x.argmax(), 16)]
+
+
+def test_one_hot_positions_are_not_checked() -> None:
+    model, given = Positions(), (torch.randn(4, 16), torch.arange(64).reshape(4, 16) % 7)
+    program: Any = torch.export.export(model, given).module()
+    one_hot_of_positions(program)
+    left = [n for n in program.graph.nodes if n.target is torch.ops.aten.one_hot.default]
+    assert len(left) == 7
+    given = given[0].fill_(-1), given[1]
+    given[0][:, 0] = 1
+    torch.manual_seed(0)
+    expected = model(*given)
+    torch.manual_seed(0)
+    for a, b in zip(expected, program(*given), strict=True):
+        assert torch.equal(a, b) and a.dtype is b.dtype and a.stride() == b.stride()
 
 
 @pytest.mark.parametrize("asks", KINDS)

@@ -139,12 +139,24 @@ class Questions:
             result, info = run(solver, args, kwargs)
             self.answered.append(_Sure(info.eq(0).all(), True, what))
             return result
+        if func is F.one_hot and not self._known(args[0]) and not inside_transform():
+            return self._one_hot(run, *args, **kwargs)
         if name in _KEPT and args and not self._known(args[0]) and not inside_transform():
             return ReadLater(run(torch.Tensor.clone, (args[0].detach(),), {}), name)
         out = run(func, args, kwargs)
         if isinstance(out, torch.Tensor):
             self._note(name, args, out)
         return out
+
+    def _one_hot(self, run: Call, t: torch.Tensor, num_classes: int = -1) -> Any:
+        if num_classes < 0:
+            return run(F.one_hot, (t, num_classes), {})
+        inside = run(torch.logical_and, (run(torch.ge, (t, 0), {}), run(torch.lt, (t, num_classes), {})), {})
+        self.answered.append(_Sure(run(torch.all, (inside,), {}), True, "the classes of one_hot are in range",
+                                   raises=True))
+        classes = run(torch.arange, (num_classes,), {"device": t.device})
+        same = run(torch.eq, (run(torch.unsqueeze, (t, -1), {}), classes), {})
+        return run(torch.Tensor.to, (same, torch.int64), {"memory_format": torch.contiguous_format})
 
     def _note(self, name: str, args: Any, out: torch.Tensor) -> None:
         first = self._sure.get(id(args[0])) if args else None

@@ -58,6 +58,7 @@ from rkmate.torch_seam.patches.numerics import (
     checks_by_value_refused,
     conjugates_of_numbers,
     integers_without_gradient,
+    one_hot_of_positions,
     seeds_refused,
     zeros_with_memory,
 )
@@ -287,6 +288,10 @@ PROGRAM_REWRITES: tuple[Rewrite[fx.GraphModule], ...] = (
             "The operator `randint_like` has no derivative. Its Python function never asks for one, but an "
             "exported call does if the tensor requires a gradient.",
             integers_without_gradient, ("2.11", "2.12", "2.13", "2.14", "2.15")),
+    Rewrite("one-hot positions",
+            "A trace of `one_hot` asserts that its classes are in range. Positions that `argmax`, `topk`, "
+            "`sort` or `multinomial` has found are.",
+            one_hot_of_positions, ("2.11", "2.12", "2.13", "2.14", "2.15")),
     Rewrite("regions that fail",
             "A trace that fails in the middle of an autocast region would leave it open.",
             regions_left_after_errors, feature=features.FLAT_REGIONS),

@@ -8,9 +8,11 @@ operations that ask eager autograd when they run.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -270,6 +272,55 @@ def integers_without_gradient(program: fx.GraphModule) -> None:
         with program.graph.inserting_before(node):
             node.update_arg(0, program.graph.call_function(aten.detach.default, (node.args[0],)))
     if drawn:
+        program.recompile()
+
+
+_POSITIONS: dict[Any, int | None] = {
+    aten.argmax.default: None, aten.argmin.default: None, aten.max.dim: 0, aten.min.dim: 0,
+    **dict.fromkeys((aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default,
+                     aten.argsort.stable, aten.multinomial.default), -1)}
+"""Operators that find positions along a dimension: which, if their argument `dim` does not say so. (None: in
+the whole tensor.)"""
+_SAME_POSITIONS = frozenset((
+    aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.squeeze.default, aten.squeeze.dim,
+    aten.unsqueeze.default, aten.select.int, aten.slice.Tensor, aten.transpose.int, aten.permute.default,
+    aten.t.default, aten.expand.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
+    aten.alias.default, aten.chunk.default, aten.unbind.int, operator.getitem))
+
+
+def _count_of_positions(node: Any) -> int:
+    """Return the number of positions from which a tensor's values are; 0 for other values."""
+    while isinstance(node, fx.Node) and node.target in _SAME_POSITIONS:
+        of, *rest = node.args
+        if isinstance(of, fx.Node) and of.target in _POSITIONS and node.target is operator.getitem \
+                and rest != [1]:
+            return 0                            # the values at these positions
+        node = of
+    if not isinstance(node, fx.Node) or node.target not in _POSITIONS:
+        return 0
+    source, dim = node.args[0], _POSITIONS[node.target]
+    assert isinstance(source, fx.Node)
+    shape = source.meta[VALUE].shape
+    for k, argument in enumerate(schema.schema_of(cast("Any", node.target)).arguments):
+        if argument.name == "dim" and (k < len(node.args) or "dim" in node.kwargs):
+            dim = cast("int | None", node.args[k] if k < len(node.args) else node.kwargs["dim"])
+    return math.prod(shape) if dim is None or not shape else int(shape[dim])
+
+
+def one_hot_of_positions(program: fx.GraphModule) -> None:
+    """Compute `one_hot` of positions, which are in range, without its check."""
+    for node in list(program.graph.nodes):
+        if node.target is not aten.one_hot.default or not 0 < _count_of_positions(node.args[0]) <= (
+                *node.args, 0)[1]:
+            continue
+        with program.graph.inserting_before(node):
+            classes = program.graph.call_function(aten.arange.default, (node.args[1],), {
+                "dtype": torch.int64, "device": node.meta[VALUE].device})
+            column = program.graph.call_function(aten.unsqueeze.default, (node.args[0], -1))
+            same = program.graph.call_function(aten.eq.Tensor, (column, classes))
+            node.replace_all_uses_with(program.graph.call_function(
+                aten.to.dtype, (same, torch.int64, False, False, torch.contiguous_format)))
+        program.graph.erase_node(node)
         program.recompile()
 
 
