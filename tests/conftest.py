@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -93,9 +92,9 @@ def frozen_imports() -> Iterator[None]:
 # -- How long each test takes ----------------------------------------------------------------------
 
 DURATIONS = Path(__file__).with_name("durations.json")
-"""Seconds of the tests that take longest, with their set-up, on a quiet machine: from `make durations`."""
+"""Processor seconds of the tests that take longest, with their set-up: from `make durations`."""
 LEAST_RECORDED, LONG = 1.0, 1.2
-"""Seconds from which a test stands in the record, and from which it is `long`."""
+"""Processor seconds from which a test stands in the record, and from which it is `long`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -106,12 +105,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Record what a test takes, with its set-up, if that is asked for."""
-    folder, begun = item.config.getoption("record_durations"), time.perf_counter()
+    folder, begun = item.config.getoption("record_durations"), _processor_seconds()
     yield
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with Path(folder, f"{os.getpid()}.jsonl").open("a") as file:
-            print(json.dumps([_name(item), time.perf_counter() - begun]), file=file)
+            print(json.dumps([_name(item), _processor_seconds() - begun]), file=file)
+
+
+def _processor_seconds() -> float:
+    """Return those of this process and of the processes that it has waited for: other work does not count."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def _group(item: pytest.Item) -> str:
