@@ -110,11 +110,12 @@ def handed_on(traced: Traced, inputs: tuple[Any, ...], others: Sequence[Speciali
     if like is None or traced.settings.loss_bytes is not None:
         return traced, before
     outside, loss = like.traced.outside, like.traced.settings.loss_bytes
-    if before is None and like.takes is not None:
-        outside, loss = like.takes
-    if before is None and (outside or loss is not None):
+    if before is None:
+        outside, loss = like.takes or (outside, loss)
         new, old = taught_bytes(traced), max(1, taught_bytes(like.traced))
         outside, loss = -(-outside * new // old), None if loss is None else -(-loss * new // old)
+    if (outside, loss) == (traced.outside, None):
+        return traced, before
     return replace(traced, outside=outside, settings=replace(traced.settings, loss_bytes=loss)), before
 
 

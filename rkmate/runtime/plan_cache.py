@@ -318,6 +318,8 @@ class PlanCache:
                     self._note_outside(known, ready, seen, opened)
                 else:
                     shown.seen = seen, opened
+            elif not large:
+                self._confirmed += 1
             ready.looks = LOOKS
             if then is not None:
                 then(grads)
@@ -361,8 +363,9 @@ class PlanCache:
                 warn_of_others(before.name, usual)
                 return self.current(known, tensors)
             held, loss = max(needs.held, before.outside), needs.loss
+            loss_bytes = max(loss_of_call(loss, p) for p in plans)
             if seen.between is not None:
-                known.takes = held, loss
+                known.takes = held, loss_bytes
             if seen.between is not None and all(max(p.calls * saved_by(p) + loss, p.peak_bytes)
                                                 <= p.budget_bytes + before.outside - held for p in plans):
                 self._confirmed += 1
@@ -376,7 +379,7 @@ class PlanCache:
                                f"{takes:,} bytes")
                 return self.current(known, tensors)
             known.traced = with_room = replace(before, outside=held, settings=replace(
-                before.settings, loss_bytes=max(loss_of_call(loss, p) for p in plans)))
+                before.settings, loss_bytes=loss_bytes))
             known.executables.clear()
             try:
                 found = self.current(known, tensors)
