@@ -102,12 +102,39 @@ class PartCall:
     """Of the gradient of each output, where no two of its numbers share a place."""
 
 
-class ObservedStep:
+@dataclass(eq=False)
+class Figures:
+    """Bytes of a step, as far as it was observed."""
+
+    unsaved: int = 0
+    """Bytes of arguments of parts that the rest has made, and that nothing saves."""
+    outputs: int = 0
+    """Bytes of what the outermost calls return, apart from what is counted elsewhere."""
+    beside: int = 0
+    """Bytes that the rest takes while a part runs, at most."""
+    alone: int = 0
+    """Bytes that the rest takes while no part runs, at most."""
+    early: int = 0
+    """Bytes that the rest takes before the first part was called, or after the last one's backward."""
+    loss: int = 0
+    """Bytes that a loss takes that is computed from what the latest outermost call returns: three times the
+    outputs, until it was measured."""
+    between: int = LOSS_SCALARS
+    """Bytes that the caller makes of what is returned, and keeps: a loss's numbers, and more of results that
+    other calls follow."""
+    kept: int = 0
+    """Bytes that are kept for the backward, at most."""
+    peak: int = 0
+    """Bytes of the whole step as it is, at most."""
+
+
+class ObservedStep(Figures):
     """Counts the bytes of one step, or of several that begin before the first backward."""
 
     def __init__(self, fixed: Iterable[torch.Tensor], meter: PartsMeter | None = None) -> None:
         """`fixed`: parameters and buffers, which are there anyway. `meter`: measures the step; None where
         nothing does."""
+        super().__init__()
         self.meter = meter
         self._stretch: Any = None
         self._backward: tuple[ExitStack, int | None] | None = None
@@ -160,26 +187,6 @@ class ObservedStep:
         self.backward_seen = False
         self._more = 0
         """Calls from outside after the first backward."""
-        self.unsaved = 0
-        """Bytes of arguments of parts that the rest has made, and that nothing saves."""
-        self.outputs = 0
-        """Bytes of what the outermost calls return, apart from what is counted elsewhere."""
-        self.beside = 0
-        """Bytes that the rest takes while a part runs, at most."""
-        self.alone = 0
-        """Bytes that the rest takes while no part runs, at most."""
-        self.early = 0
-        """Bytes that the rest takes before the first part was called, or after the last one's backward."""
-        self.loss = 0
-        """Bytes that a loss takes that is computed from what the latest outermost call returns: three times
-        the outputs, until it was measured."""
-        self.between = LOSS_SCALARS
-        """Bytes that the caller makes of what is returned, and keeps: a loss's numbers, and more of results
-        that other calls follow."""
-        self.kept = 0
-        """Bytes that are kept for the backward, at most."""
-        self.peak = 0
-        """Bytes of the whole step as it is, at most."""
 
     # -- the forward ----------------------------------------------------------------------
 
