@@ -10,7 +10,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -26,21 +25,25 @@ NO_TORCH = [r.name for r in HOUSE if not r.torch]
 
 
 @cache
-def sources() -> dict[str, ast.Module]:
+def sources() -> dict[str, Path]:
     """The package's modules by their full names."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(path.read_text(encoding="utf-8"))
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
+
+
+def tree_of(module: str) -> ast.Module:
+    """The tree of a module, which nothing keeps: those of the package are a million objects."""
+    return ast.parse(sources()[module].read_text(encoding="utf-8"))
 
 
 @cache
 def imports(module: str) -> tuple[str, ...]:
     """What a module imports of the package: anywhere in it, inside functions and for types too."""
     found: list[str] = []
-    for node in ast.walk(sources()[module]):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             found += [a.name for a in node.names if a.name.split(".")[0] == "rkmate"]
         elif isinstance(node, ast.ImportFrom):
@@ -49,14 +52,6 @@ def imports(module: str) -> tuple[str, ...]:
             if home.split(".")[0] == "rkmate":
                 found += [f"{home}.{a.name}" if f"{home}.{a.name}" in sources() else home for a in node.names]
     return tuple(found)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forgotten_afterwards() -> Iterator[None]:
-    """The trees are a million objects, through which the collector of garbage would go in all later tests."""
-    yield
-    sources.cache_clear()
-    imports.cache_clear()
 
 
 def test_every_module_has_its_room() -> None:
@@ -122,15 +117,14 @@ def test_no_module_is_called_as_a_public_name() -> None:
 
 @pytest.mark.parametrize("package", ["rkmate", "rkmate.dtr", "rkmate.integrations"])
 def test_type_checkers_see_the_names_that_are_loaded_on_first_use(package: str) -> None:
-    tree = sources()[package]
-    block = next(n for n in tree.body if isinstance(n, ast.If))
+    block = next(n for n in tree_of(package).body if isinstance(n, ast.If))
     seen = {(n.module, a.name) for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
     places = getattr(importlib.import_module(package), "_PLACES")  # noqa: B009
     assert seen == {(module, name) for module, names in places.items() for name in names}
 
 
 def test_what_a_text_tells_to_type_is_there() -> None:
-    told = [(module, found) for module, tree in sources().items() for node in ast.walk(tree)
+    told = [(module, found) for module in sources() for node in ast.walk(tree_of(module))
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
             for found in re.findall(r"\brkmate\.[A-Za-z_][\w.]*\w", node.value)
             if found not in sources()]
