@@ -112,17 +112,18 @@ def handed_on(traced: Traced, inputs: tuple[Any, ...], others: Sequence[Speciali
     outside, loss = like.traced.outside, like.traced.settings.loss_bytes
     if before is None:
         outside, loss = like.takes or (outside, loss)
-        new, old = taught_bytes(traced), max(1, taught_bytes(like.traced))
+        new, old = (taught_bytes(t.capture, traced.wanted) for t in (traced, like.traced))
+        old = max(1, old)
         outside, loss = -(-outside * new // old), None if loss is None else -(-loss * new // old)
     if (outside, loss) == (traced.outside, None):
         return traced, before
     return replace(traced, outside=outside, settings=replace(traced.settings, loss_bytes=loss)), before
 
 
-def taught_bytes(traced: Traced) -> int:
-    """Return the bytes of the outputs that a loss is computed from."""
-    outputs = zip(traced.capture.outputs, traced.wanted, strict=False)
-    return sum(storage_bytes(node.meta[VALUE]) for node, wanted in outputs if wanted and node is not None)
+def taught_bytes(capture: Capture, wanted: TangentMask) -> int:
+    """Return the bytes of the outputs that a loss is computed from. `wanted`: of each, whether it is one."""
+    return sum(storage_bytes(node.meta[VALUE]) for node, is_wanted in zip(
+        capture.outputs, wanted, strict=False) if is_wanted and node is not None)
 
 
 @dataclass

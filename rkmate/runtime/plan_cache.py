@@ -161,28 +161,17 @@ class PlanCache:
         like = None if plan is not None else self._prototype(key)
         traced = like.traced if like is not None else trace(
             self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
-        captured, split = traced.capture, self.planning.shared_inputs
-        usual = traced
-        handed, before = handed_on(traced, key.inputs, others)
-        traced = summed = handed
-        if not split and plan is None and not self._saved and ranks is None and not self.planning.is_part:
-            split = few_terms(captured)
-        if like is None and split:
-            traced = replace(traced, capture=with_terms(captured, split))
+        captured = traced.capture
         if derived is not None and others[-1].mask:
             traced = replace(traced, wanted=others[-1].mask)
+        attempts, before = self._attempts(traced, key, others, like, plan, ranks)
+        traced = attempts[0]
         plans = [e.known for s in others for m, e in s.executables.items()
                  if e.known is not None and m == traced.wanted]
         try:
             together = None if ranks is not None else ranks_in(groups_of(captured.graph))
             if together is not None:
                 together.agree(description(self.model, args, kwargs, self.planning.settings, budget))
-
-            attempts = [traced]
-            if summed.capture is not traced.capture and not self.planning.shared_inputs:
-                attempts.append(summed)
-            if before is None and handed is not usual:          # room in proportion to other sizes
-                attempts.append(replace(attempts[-1], outside=usual.outside, settings=usual.settings))
 
             def made() -> Executable:
                 nonlocal traced
@@ -212,7 +201,7 @@ class PlanCache:
                                sums=frozenset(() if self.planning.is_part else terms_in(traced.capture)),
                                inputs=key.inputs)
         known.go_on_from(before)
-        if before is None and others and traced.settings is handed.settings:
+        if before is None and others and ranks is None and traced.settings is attempts[0].settings:
             known.go_on_from_sizes(self._confirmed, self.new_sizes.count + 2)
         if derived is None and captured.recipe is None and like is None and not groups_of(captured.graph):
             known.member = Member(key, known_at(key, captured, args, kwargs, recording))
@@ -222,6 +211,25 @@ class PlanCache:
             self.new_sizes.add(derived is not None, time.perf_counter() - start)
         self.kept.keep(key, known, others, self.planning.settings.kept_plans_bytes)
         return known
+
+    def _attempts(self, traced: Traced, key: Guards, others: Sequence[Specialization],
+                  like: Prototype | None, plan: Plan | None, ranks: Ranks | None
+                  ) -> tuple[list[Traced], Specialization | None]:
+        """Return what to plan, in the order in which it is tried: with gradients of shared inputs as terms of
+        sums, or as sums; with the room for the caller that other sizes have shown, or with the usual room.
+        And the signature that differs in numbers alone."""
+        # Ranks that follow one rank's plan leave the usual room for a new size: the plan does not tell which.
+        handed, before = handed_on(traced, key.inputs, [
+            s for s in others if ranks is None or s.inputs == key.inputs])
+        attempts, split = [handed], self.planning.shared_inputs
+        may_split = plan is None and ranks is None and not (self._saved or self.planning.is_part)
+        if like is None and split:
+            attempts = [replace(handed, capture=with_terms(traced.capture, split))]
+        elif like is None and may_split and (terms := few_terms(traced.capture)):
+            attempts.insert(0, replace(handed, capture=with_terms(traced.capture, terms)))
+        if before is None and handed is not traced:
+            attempts.append(replace(attempts[-1], outside=traced.outside, settings=traced.settings))
+        return attempts, before
 
     def current(self, known: Specialization, tensors: Sequence[torch.Tensor]) -> Executable:
         """Return the plan that the next forward follows; made for the loss of the latest one."""
