@@ -274,7 +274,7 @@ class Parts(OneBudget):
         return [k for alike in self._alike.values() for k in alike]
 
     def _why(self) -> str:
-        return "".join(f". {why}" for why in [why_not(self._kinds)] if why)
+        return f". {why}" if (why := why_not(self._kinds)) else ""
 
     def _settings(self, trains: Any) -> Any:
         return replace(self.planning.settings, trains=trains)

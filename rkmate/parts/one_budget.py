@@ -21,7 +21,6 @@ from rkmate.graph.capture.captured import Capture
 from rkmate.graph.ops.properties import is_random
 from rkmate.pipeline.part_plans import PartWays, lean_variants, more_ways, ways_of
 from rkmate.pipeline.prepare import Traced
-from rkmate.pipeline.variants import Variant
 from rkmate.planners.several_calls import Choice, Item, Moment, Way, share_out, smallest_limit
 from rkmate.runtime.guards import Guards
 from rkmate.runtime.kept_plans import Planning, Prototype, TangentMask, is_alike, is_free
@@ -140,8 +139,6 @@ class Part:
     """Whether the first step, too, may follow a variant that changes last bits."""
     loss: TangentMask | None = None
     """For each output, whether the loss depends on it; None: on all, until a step shows otherwise."""
-    _variants: Iterator[Variant] | None = None
-    """The variants of the graph that have no schedules yet."""
 
     @functools.cached_property
     def first(self) -> Way:
@@ -178,12 +175,10 @@ class Part:
     def add_form(self, planner: str, budget: int, share: float) -> bool:
         """Add the schedules of the next variant of the graph that trades something for memory; return whether
         there was one. `budget`: bytes that measuring may take; `share`: as for `look`."""
-        if self._variants is None:
-            self._variants = lean_variants(self.traced)
-        variant = next(self._variants, None)
-        if variant is not None:
-            self.forms.append(ways_of(self.traced, planner, lambda blocked: budget, share, variant))
-        return variant is not None
+        left = lean_variants(self.forms[0])[len(self.forms) - 1:]
+        if left:
+            self.forms.append(ways_of(self.traced, planner, lambda blocked: budget, share, left[0]))
+        return bool(left)
 
     def form_of(self, number: int) -> tuple[PartWays, int]:
         """Return the variant of a schedule, and the schedule's number in it."""

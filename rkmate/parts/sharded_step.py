@@ -110,10 +110,8 @@ class Signature:
     """What is outside of all plans, once a step was measured that has exchanged its gradients."""
     unexchanged: Rest | None = None
     """What measured steps before it have shown that have exchanged no gradients."""
-    kept_at: int | None = None
-    """The version of the parameters at the latest of these."""
-    versions: int = 0
-    """Versions of the parameters with such measured steps, and no others."""
+    unexchanged_at: set[int] = field(default_factory=set)
+    """Versions of the parameters at which such steps were measured."""
     exchanges: bool | None = None
     """Whether a step has exchanged its gradients; False: none has, in several versions of the parameters."""
     observed: list[tuple[Follower, Part]] = field(default_factory=list)
@@ -205,9 +203,9 @@ class Signature:
             return
         if found is not None and self.unexchanged is not None:
             found = found.together(self.unexchanged)
-        if kept_whole and version != self.kept_at:
-            self.kept_at, self.versions = version, self.versions + 1
-        if self.versions > 1 and self.exchanges is None:
+        if kept_whole:
+            self.unexchanged_at.add(version)
+        if len(self.unexchanged_at) > 1 and self.exchanges is None:
             self.exchanges = False
         waits = kept_whole and self.exchanges is not False
         self.rest, self.unexchanged = (None, found) if waits else (found, None)

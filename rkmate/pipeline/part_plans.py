@@ -3,7 +3,7 @@ a plan for the one that it follows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from rkmate.graph.capture.captured import Capture, Source
 from rkmate.ir.schedule import Schedule
 from rkmate.ir.simulate import peak_with_gradients, simulate
 from rkmate.pipeline.attempts import Planned, plan_of
-from rkmate.pipeline.prepare import Blocked, Prepared, Traced, block, prepare
+from rkmate.pipeline.prepare import Blocked, Prepared, Traced, prepare
 from rkmate.pipeline.solve import Solved, solve
 from rkmate.pipeline.variants import Variant, first, others
 from rkmate.planners.protocol import (
@@ -109,12 +109,14 @@ def more_ways(ways: PartWays, share: float) -> PartWays:
     return _with(ways, find_planner(ways.planner, settings.of_planner), ways.schedules, share)
 
 
-def lean_variants(traced: Traced) -> Iterator[Variant]:
-    """Yield the variants of a part's graph that trade something for memory, tiles last."""
-    always = first(traced.settings).rows
-    for variant in others(traced.settings, block(traced).concerned):
-        if not any(row.asked_for and row not in always for row in variant.rows):
-            yield variant
+def lean_variants(ways: PartWays) -> list[Variant]:
+    """Return the variants of a part's graph that trade something for memory, tiles last. `ways`: the
+    schedules of the original's operations."""
+    blocked = ways.solved.prepared.blocked
+    settings = blocked.traced.settings
+    always = first(settings).rows
+    return [variant for variant in others(settings, blocked.concerned)
+            if not any(row.asked_for and row not in always for row in variant.rows)]
 
 
 def _with(part: PartWays, method: Planner, known: Sequence[Schedule], share: float) -> PartWays:

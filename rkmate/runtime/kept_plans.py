@@ -112,8 +112,8 @@ def handed_on(traced: Traced, inputs: tuple[Any, ...], others: Sequence[Speciali
     outside, loss = like.traced.outside, like.traced.settings.loss_bytes
     if before is None:
         outside, loss = like.takes or (outside, loss)
-        new, old = (taught_bytes(t.capture, traced.wanted) for t in (traced, like.traced))
-        old = max(1, old)
+        new = taught_bytes(traced.capture, traced.wanted)
+        old = max(1, taught_bytes(like.traced.capture, traced.wanted))
         outside, loss = -(-outside * new // old), None if loss is None else -(-loss * new // old)
     if (outside, loss) == (traced.outside, None):
         return traced, before

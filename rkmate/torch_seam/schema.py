@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,12 @@ TRACED_KEYS = (DispatchKey.Autograd, _COMPOSITE)
 def schema_of(operator: OpOverload) -> Any:
     """Return the schema: arguments, returns, and which of those are written to or are views."""
     return operator._schema
+
+
+def given_to(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments that a call gives, by their names. Those left to their defaults are not there."""
+    names = (a.name for a in schema_of(operator).arguments)
+    return {**dict(zip(names, args, strict=False)), **(kwargs or {})}
 
 
 def operator_name(operator: Any, otherwise: str = "") -> str:

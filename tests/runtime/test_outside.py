@@ -60,8 +60,8 @@ def net() -> nn.Module:
     return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))))
 
 
-def stepping(model: nn.Module, loss: Loss) -> Callable[[], None]:
-    return lambda: loss(model(X)).backward()
+def stepping(model: nn.Module, loss: Loss, rows: int = len(X)) -> Callable[[], None]:
+    return lambda: loss(model(X[:rows])).backward()
 
 
 @pytest.mark.parametrize("wraps", [False, True])
@@ -85,10 +85,6 @@ def test_the_second_or_third_step_keeps_to_the_budget(name: str, wraps: bool) ->
     assert ("next to the step" in plan.note) is (plan.budget_bytes < budget)
 
 
-def _sized(model: nn.Module, loss: Loss, rows: int) -> Callable[[], None]:
-    return lambda: loss(model(X[:rows])).backward()
-
-
 @pytest.mark.parametrize("name", [n for n in LOSSES if n != "a usual one"])
 def test_another_size_has_room_from_its_first_step(name: str, caplog: pytest.LogCaptureFixture) -> None:
     plain, model, loss = net(), net(), LOSSES[name]
@@ -100,8 +96,8 @@ def test_another_size_has_room_from_its_first_step(name: str, caplog: pytest.Log
     caplog.clear()
     for rows in (64, 80):
         for _ in range(2):
-            _sized(model, loss, rows)()
-        assert measure_step(model, _sized(model, loss, rows)).peak <= budget
+            stepping(model, loss, rows)()
+        assert measure_step(model, stepping(model, loss, rows)).peak <= budget
     assert "from this step on" not in caplog.text
 
 
@@ -135,7 +131,7 @@ def test_sizes_are_looked_at_less_and_less_often(made: Callable[[], nn.Module], 
     for rows in range(96, 24, -8):
         loss = then if then is not None and rows == 40 else torch.sum
         for _ in range(2):
-            _sized(model, loss, rows)()
+            stepping(model, loss, rows)()
     assert [*dict.fromkeys(looked)] == [96, 88, 80, 72, 40, *([32] if then else [])]
 
 

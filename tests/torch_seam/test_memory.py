@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rkmate.support.planning_lock import gc_pause
 from rkmate.torch_seam.memory import living
 
 
@@ -20,14 +21,10 @@ def test_what_was_made_since_is_found_and_let_go_of(generation: int | None) -> N
     if generation is not None:
         gc.collect(generation)
     assert any(t is made for t in living({torch.Tensor}, since))
-    gone, enabled = weakref.ref(made), gc.isenabled()
-    gc.disable()
-    try:
+    gone = weakref.ref(made)
+    with gc_pause():
         del made
         assert gone() is None
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def test_what_is_older_is_left_out_while_the_list_is_young() -> None:

@@ -37,7 +37,7 @@ from rkmate.torch_seam.collectives import (
     is_traceable,
 )
 from rkmate.torch_seam.patches.custom_functions import caller_of
-from rkmate.torch_seam.schema import schema_of
+from rkmate.torch_seam.schema import given_to, schema_of
 from rkmate.torch_seam.tensors import TorchDispatchMode
 from rkmate.torch_seam.trace import fake_operations_seen, process_group, several_ranks
 
@@ -78,16 +78,14 @@ def communicates(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any] 
     none."""
     if getattr(operation, "namespace", "") not in NAMESPACES or not several_ranks():
         return False
-    names = [a.name for a in schema_of(operation).arguments]
-    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-    groups = [given.get(name) for name in names if name in _GROUPS]
+    given = given_to(operation, args, kwargs)
+    groups = [given.get(a.name) for a in schema_of(operation).arguments if a.name in _GROUPS]
     return bool(groups) and all(_size_of(group) != 1 for group in groups)
 
 
 def group_of(node: fx.Node) -> str:
     """Return the name of the process group of a functional collective."""
-    names = [a.name for a in schema_of(node.target).arguments]  # type: ignore[arg-type]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = given_to(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
     return group_name(next(given[name] for name in _GROUPS if name in given))
 
 

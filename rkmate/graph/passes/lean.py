@@ -15,7 +15,7 @@ from rkmate.graph.ops.losses import CROSS_ENTROPY_BACKWARD, STORAGES_OF_THEIR_OW
 from rkmate.graph.ops.norms import BATCH_NORM_BACKWARD
 from rkmate.graph.passes.joint import Joint
 from rkmate.torch_seam.nodes import VALUE
-from rkmate.torch_seam.schema import operator_name, schema_of
+from rkmate.torch_seam.schema import given_to, operator_name, schema_of
 
 aten = torch.ops.aten
 
@@ -111,10 +111,8 @@ def _is_in_a_larger_one(node: Any) -> bool:
 
 
 def _reduction(node: Any) -> int:
-    names = [a.name for a in schema_of(node.target).arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    default = schema_of(node.target).arguments[names.index("reduction")].default_value
-    return int(given.get("reduction", default))
+    default = next(a.default_value for a in schema_of(node.target).arguments if a.name == "reduction")
+    return int(given_to(node.target, node.args, node.kwargs).get("reduction", default))
 
 
 # -- Unread statistics -----------------------------------------------------------------------------

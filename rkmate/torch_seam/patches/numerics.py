@@ -298,12 +298,11 @@ def _count_of_positions(node: Any) -> int:
         node = of
     if not isinstance(node, fx.Node) or node.target not in _POSITIONS:
         return 0
-    source, dim = node.args[0], _POSITIONS[node.target]
+    source = node.args[0]
     assert isinstance(source, fx.Node)
     shape = source.meta[VALUE].shape
-    for k, argument in enumerate(schema.schema_of(cast("Any", node.target)).arguments):
-        if argument.name == "dim" and (k < len(node.args) or "dim" in node.kwargs):
-            dim = cast("int | None", node.args[k] if k < len(node.args) else node.kwargs["dim"])
+    given = schema.given_to(cast("Any", node.target), node.args, node.kwargs)
+    dim: int | None = given.get("dim", _POSITIONS[node.target])
     return math.prod(shape) if dim is None or not shape else int(shape[dim])
 
 
