@@ -10,14 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from rkmate.graph.ops.properties import COUNT_FROM_ONE, EMPTY
 from rkmate.ir.cd import DKind
 from rkmate.torch_seam.patches.numerics import MOST_MEMORY_AT
 
-_FROM_ONE = frozenset((torch.ops.aten.linalg_lu_solve.default, torch.ops.aten.lu_unpack.default))
-"""Operations whose whole numbers (rows that are exchanged) count from one."""
-_EMPTY = frozenset((torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided,
-                    torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided))
-"""Operations whose result has any values: where what writes to it gets made-up indices, some of them stay."""
 _DRAWN = 2**18
 """Number of random numbers that are drawn and then repeated, because drawing takes longer than writing."""
 
@@ -29,12 +25,12 @@ def chooses(value: torch.Tensor) -> bool:
 
 def counts_from_one(node: fx.Node) -> bool:
     """Return whether a node's whole numbers are read by an operation that counts from one."""
-    return any(u.target in _FROM_ONE for u in node.users)
+    return any(u.target in COUNT_FROM_ONE for u in node.users)
 
 
 def is_empty(node: fx.Node) -> bool:
     """Return whether nothing has been written to a node's value yet."""
-    return getattr(node.target, "overloadpacket", None) in _EMPTY
+    return getattr(node.target, "overloadpacket", None) in EMPTY
 
 
 def made_up(like: torch.Tensor, kind: DKind, *, from_one: bool = False) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from rkmate.errors import CaptureError, InfeasibleBudget
 from rkmate.graph.capture.captured import Capture
-from rkmate.graph.ops.properties import is_random
+from rkmate.graph.ops.properties import ALIASES, COPIES, is_random
 from rkmate.pipeline.part_plans import PartWays, lean_variants, more_ways, ways_of
 from rkmate.pipeline.prepare import Traced
 from rkmate.planners.several_calls import Choice, Item, Moment, Way, share_out, smallest_limit
@@ -223,9 +223,6 @@ def is_same_step(one: Traced, other: Traced) -> bool:
     return first == second and str(one.capture.graph) == str(other.capture.graph)
 
 
-_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
-
-
 def refuse_what_would_run_twice(capture: Capture) -> None:
     """Raise `CaptureError` where the beginning of a forward, which runs again in the trace of its rest, has
     effects."""
@@ -252,7 +249,7 @@ def drop_beginning(capture: Capture, count: int) -> None:
             capture.graph.erase_node(node)
         elif node.op == "call_function" and is_random(node):
             raise CaptureError("its rest reads random numbers that were drawn at the beginning")
-    if all(n.target in _COPIES for n in capture.graph.nodes if n.op == "call_function"):
+    if all(n.target in COPIES | ALIASES for n in capture.graph.nodes if n.op == "call_function"):
         raise CaptureError("nothing is computed after its last sharded module")
 
 

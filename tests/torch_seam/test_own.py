@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import rkmate
+from rkmate.graph.ops.temporaries import TABLE
 from rkmate.graph.passes.tiles.rules import RULES
-from rkmate.measure.temporaries import TABLE
 from rkmate.torch_seam.own import OwnOperator, own_operator, record_of
 from rkmate.torch_seam.schema import OpOverload, schema_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,3 +128,31 @@ def test_what_is_no_breach(source: str) -> None:
     assert not list(breaches(ast.parse(source), {"_field"}))
 
 
+
+
+OPERATOR = re.compile(r"\b(?:torch\.ops\.)?aten\.\w+")
+OF_OPERATORS = ("graph/ops/", "graph/passes/")
+"""Where tables of torch's operators stand, next to the seam."""
+
+
+def tables(tree: ast.Module) -> list[str]:
+    """Return the names of a module that stand for more than one of torch's operators."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            if len(set(OPERATOR.findall(ast.unparse(node.value)))) > 1:
+                found.append(ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0]))
+    return found
+
+
+def test_tables_of_operators_stand_in_their_places() -> None:
+    found = {name: tables(tree) for name, tree in sources().items() if not name.startswith(OF_OPERATORS)}
+    assert {name: texts for name, texts in found.items() if texts} == {}
+
+
+@pytest.mark.parametrize(("source", "seen"), [
+    ("_OWN = {aten.mm.default, aten.bmm.default}", ["_OWN"]),
+    ("RULES: dict = {torch.ops.aten.add: 1, torch.ops.aten.mul: 2}", ["RULES"]),
+    ("aten = torch.ops.aten", []), ("_ADD = torch.ops.aten.add.Tensor", []), ("SIZES = {1: 2, 3: 4}", [])])
+def test_a_table_of_operators_is_seen(source: str, seen: list[str]) -> None:
+    assert tables(ast.parse(source)) == seen

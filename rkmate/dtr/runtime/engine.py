@@ -22,10 +22,10 @@ from rkmate.dtr.runtime.schema import Arguments, Traits, map_tensors, traits_of,
 from rkmate.dtr.runtime.settling import Settling
 from rkmate.dtr.runtime.sizes import Need, Ran, Sizes
 from rkmate.errors import RkmateError
+from rkmate.graph.ops.properties import ALIASES
 from rkmate.torch_seam.schema import OpOverload
 from rkmate.torch_seam.tensors import base_of, storage_id
 
-_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _STATE_BYTES = 3 * 5056
 """A generator's state passes through tensors when it is kept and when it is set."""
 
@@ -84,7 +84,7 @@ class Engine:
 
     def call(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``function`` for the program."""
-        if function in _ALIASES:
+        if function in ALIASES:
             return function(*args, **kwargs)
         interrupts = self.interrupts
         interrupts.busy = True

@@ -21,6 +21,7 @@ from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.answers import passes
 from rkmate.graph.capture.structure import is_made_of_pieces
+from rkmate.graph.ops.properties import READS_HOST
 from rkmate.support.warn import PACKAGE, warn
 from rkmate.torch_seam.containers import objects_in
 from rkmate.torch_seam.dtensor import is_dtensor
@@ -176,7 +177,6 @@ RULES: tuple[Callable[[nn.Module, str, str], str], ...] = (
 
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _HERE = str(PACKAGE) + os.sep
 _WRAPPERS = ("contextlib.py", "typing_extensions.py", "warnings.py")
 """Files of wrappers around a user's code, or around functions of torch that are deprecated."""
@@ -384,7 +384,7 @@ def place_of(error: Exception, program: nn.Module | None) -> str:
         return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
     # Errors of a replayed graph carry the trace of the original run as text.
     reads = [] if not isinstance(program, fx.GraphModule) else [
-        n.stack_trace or "" for n in program.graph.nodes if n.target in _READS]
+        n.stack_trace or "" for n in program.graph.nodes if n.target in READS_HOST]
     return place_in("\n".join([*reads, str(error)]))
 
 

@@ -21,8 +21,20 @@ COPIES = {aten.clone.default, aten.lift_fresh_copy.default}
 """Operators whose result has the values of their operand, in memory of its own."""
 COMMUTES = {aten.add.Tensor, aten.mul.Tensor}
 """Operators whose two operands may be exchanged without a change of bits."""
+ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
+"""Operators whose result is their operand, in the same memory."""
 RESHAPES = {aten.view.default, aten._unsafe_view.default}
 """Views that read their operand's elements in order, in another shape."""
+TURNS = {aten.t.default, aten.transpose.int, aten.permute.default}
+"""Views that read their operand's dimensions in another order."""
+SQUEEZES = {aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
+"""Views that leave out dimensions of length one, or add one."""
+READS_HOST = {aten.item.default, aten._local_scalar_dense.default}
+"""Operators that hand a tensor's value to Python."""
+EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+"""Operators whose result has any values."""
+COUNT_FROM_ONE = {aten.linalg_lu_solve.default, aten.lu_unpack.default}
+"""Operators whose whole numbers (rows that are exchanged) count from one."""
 _HIDDEN_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.unsafe_split.Tensor,
                  aten.unsafe_chunk.default, aten.unsafe_split_with_sizes.default}
 

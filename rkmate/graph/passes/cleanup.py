@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.ops.properties import COPIES, RESHAPES, is_random
+from rkmate.graph.ops.properties import ALIASES, COPIES, RESHAPES, SQUEEZES, TURNS, is_random
 from rkmate.graph.passes.joint import Joint, adds, owner_of
 from rkmate.torch_seam.nodes import VALUE, is_backward
 
@@ -33,9 +33,6 @@ def drop_dead(joint: Joint) -> None:
 
 
 # -- Copies that copy nothing ----------------------------------------------------------------------
-
-_ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
-
 
 def drop_copies_of_outputs(joint: Joint) -> None:
     """Drop the copies that capture put on the outputs; they may change layout without harm.
@@ -64,7 +61,7 @@ def drop_copies(joint: Joint) -> None:
         base = node.args[0] if node.args else None
         if not isinstance(base, fx.Node):
             continue
-        same = node.target in _ALIASES
+        same = node.target in ALIASES
         if node.target in COPIES and owner_of(base) not in overwritten \
                 and not (joint.leaves(node) and _is_seen(joint, owner_of(base))):
             a, b = node.meta[VALUE], base.meta[VALUE]
@@ -84,8 +81,7 @@ def _is_seen(joint: Joint, owner: fx.Node) -> bool:
 # view that is what an earlier one of its chain was becomes that one; of two reshapes in a row, the first
 # goes.
 
-_VIEWS = RESHAPES | {aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
-                     aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
+_VIEWS = RESHAPES | TURNS | SQUEEZES | {aten.expand.default}
 
 _NO_VIEW = (RuntimeError, ValueError)
 """Errors that views raise if only a copy has the wanted shape; those of fake tensors have an error of their

@@ -14,7 +14,7 @@ from rkmate.graph.capture.captured import Source
 from rkmate.graph.capture.repairs import retrace
 from rkmate.graph.ops.embeddings import ADD_EMBEDDING_GRADIENT, ADD_ROWS, bytes_of_rows
 from rkmate.graph.ops.products import ADD_CONVOLUTION_GRADIENT
-from rkmate.graph.ops.properties import RESHAPES, is_view
+from rkmate.graph.ops.properties import RESHAPES, SQUEEZES, TURNS, is_view
 from rkmate.graph.passes.joint import Joint, owner_of
 from rkmate.graph.passes.lean import is_wide
 from rkmate.graph.passes.tiles.tiled import Tiled
@@ -222,9 +222,8 @@ def _form(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
 # source of the kind ``grad``. Such an operation is of the backward, it runs once, and nobody reads what it
 # returns.
 
-_VIEWS = RESHAPES | {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
-                     aten.t.default, aten.transpose.int, aten.permute.default}
-"""Views that `_Adder.seen_as` undoes: the last three by an operation of their kind, the others by a view."""
+_VIEWS = RESHAPES | SQUEEZES | TURNS | {aten.reshape.default}
+"""Views that `_Adder.seen_as` undoes: `TURNS` by an operation of their kind, the others by a view."""
 _PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 
 
