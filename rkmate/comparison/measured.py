@@ -179,16 +179,24 @@ def loss_of(output: Any, trains: Trains = None) -> torch.Tensor:
     tensors, structure = take_apart(output, result=True)
     if trains is not None:
         chosen = chosen_outputs(structure, [t.requires_grad for t in tensors], trains)
-        return _sum([t if t.dim() == 0 else t.tanh().mean()
-                     for t, c in zip(tensors, chosen, strict=True) if c])
+        return _sum([_number(t) for t, c in zip(tensors, chosen, strict=True) if c])
     named = structure.index_of("loss")
     if named is not None and tensors[named].requires_grad and tensors[named].dim() == 0:
-        return tensors[named]
+        return _number(tensors[named])
     able = [t for t in tensors if t.requires_grad]
     scalars = [t for t in able if t.dim() == 0]
     if not able:
         raise ArgumentError("no output requires a gradient, so there is no loss to train")
-    return _sum(scalars or [t.tanh().mean() for t in able])    # within what plans leave for a loss outside
+    return _sum([_number(t) for t in scalars or able])
+
+
+def _number(found: torch.Tensor) -> torch.Tensor:
+    """Return a real number that depends on all of a tensor: itself, or the mean of its tanh, which stays
+    within what plans leave for a loss outside. Of complex numbers, it reads both parts."""
+    parts = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
+    if found.dim() == 0:
+        return parts.sum() if found.is_complex() else found
+    return parts.tanh().mean()
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -50,6 +50,13 @@ USUAL = re.compile(
     r"Slice|Select|Squeeze|Unsqueeze|Alias|Clone|Add|Mul|Div|Sum|Mean|ToCopy|_DDPSink)(Loss|Loss2D|LossND|WithLogits)?"
     r"Backward\d*$")
 """Names of autograd's nodes of which losses consist that take no more than is left for one."""
+ALONE = re.compile(
+    r"^(Tanh|Sigmoid|Exp|Log|Abs|Neg|Rsub|Relu|LeakyRelu|Elu|Silu|Gelu|Softplus|LogSigmoid|Softmax|Hardtanh|"
+    r"Clamp)Backward\d*$")
+"""Names of nodes that take no more either, if they compute with an output, and numbers are made of their
+result at once (`output.tanh().mean()`)."""
+_NUMBERS = re.compile(r"^(Mean|Sum|Add|ViewAsReal)Backward\d*$")
+"""Names of the nodes that make these numbers, and add them; also of complex outputs."""
 _PACKAGE = __name__.partition(".")[0]
 MORE = 5, 3
 """The memory of another loss, as a ratio to that of a usual one."""
@@ -153,8 +160,7 @@ class OutsideWatch:
         new = {key: found for key, found in _found(self._device, self._since).items() if key not in known}
         numbers = [t for found in new.values() for t in found if t.numel() == 1 and _node_of(t) is not None]
         nodes, first = _operations([_node_of(t) for t in numbers])
-        is_usual = all(USUAL.match(type(node).__name__) for node in nodes) \
-            and not any(map(is_dtensor, numbers))
+        is_usual = _are_usual(nodes) and not any(map(is_dtensor, numbers))
         held = [held_part(found[0]) for found in new.values()]
         # What the backward of the loss has still to come to, or keeps for another one.
         saved = [held_part(t) for node in nodes for t in saved_by_node(node) if t.device == self._device]
@@ -387,6 +393,15 @@ def _operations(begin: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             of_inputs.add(node)
             before += [n for n, _ in node.next_functions if n is not None]
     return [node for node in found if node not in of_inputs], first
+
+
+def _are_usual(nodes: Sequence[Any]) -> bool:
+    """Return whether a loss of these operations takes no more than is left for one."""
+    alone = {n for n in nodes if ALONE.match(type(n).__name__) and all(
+        _is_planned(before) or type(before).__name__ == "ViewAsRealBackward0"
+        for before, _ in n.next_functions if before is not None)}
+    others = _NUMBERS if alone else USUAL
+    return all(node in alone or others.match(type(node).__name__) for node in nodes)
 
 
 def _before(begin: Sequence[Any]) -> list[Any]:

@@ -75,8 +75,11 @@ def composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def without_python_kernels() -> Any:
-    """Return a context in which operators run their kernels in C++, also those that were replaced."""
-    return torch._C._DisablePythonDispatcher()
+    """Return a context in which the next operator runs its kernel in C++, also if that was replaced.
+
+    Each layer of a torch.func transform inside dispatches to kernels in Python again, so that these must stay
+    switched on as such (torch's own switch leaves a layer that looks for them, and fails)."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(DispatchKey.PythonDispatcher))
 
 
 def below_autograd() -> Any:

@@ -19,11 +19,12 @@ from torch.nn import functional as F
 import rkmate
 from rkmate import device as devices
 from rkmate.integrations.plan_log import plans_of
+from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.measure.remembered import CostMemory
 from rkmate.measure.step import measure_peak, measure_step
 from rkmate.pipeline import prepare
 from rkmate.runtime import plan_cache
-from rkmate.runtime.outside import OutsideWatch
+from rkmate.runtime.outside import ALONE, OutsideWatch
 from rkmate.torch_seam.memory import is_profiling
 
 
@@ -293,6 +294,39 @@ def test_tensors_without_a_storage_are_left_alone(caplog: pytest.LogCaptureFixtu
     assert "usual one" not in caplog.text
 
 
+OPERATIONS: dict[str, Loss] = {
+    **{f.__name__: f for f in (
+        torch.tanh, torch.sigmoid, torch.exp, torch.log, torch.abs, torch.neg, torch.relu, F.leaky_relu,
+        F.elu, F.silu, F.gelu, F.softplus, F.logsigmoid, F.hardtanh)},
+    "rsub": lambda out: 1 - out,
+    "softmax": lambda out: out.softmax(1),
+    "clamp": lambda out: out.clamp(-1, 1),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_one_operation_takes_three_times_its_input_at_most(name: str) -> None:
+    out = torch.rand(64, 32, requires_grad=True)
+    found = OPERATIONS[name](out)
+    assert ALONE.match(type(found.grad_fn).__name__)
+    del found
+
+    def step() -> None:
+        torch.autograd.grad(OPERATIONS[name](out).mean(), out)
+
+    step()
+    assert measure_peak(step, "cpu").peak <= 3 * out.numel() * out.element_size() + LOSS_SCALARS
+
+
+@pytest.mark.parametrize(("loss", "is_usual"), [
+    (lambda out: out.tanh().mean() + out.sum(), True), (lambda out: out.tanh().exp().mean(), False),
+    (lambda out: (out.tanh() * out).mean(), False)])
+def test_one_operation_of_an_output_is_a_usual_loss(loss: Loss, is_usual: bool,
+                                                    caplog: pytest.LogCaptureFixture) -> None:
+    _applied(loss, caplog)
+    assert ("usual one" in caplog.text) is not is_usual
+
+
 def test_bytes_that_are_given_are_not_looked_for(caplog: pytest.LogCaptureFixture) -> None:
     _applied(LOSSES["of several operations"], caplog, loss_bytes=100)
     assert "usual one" not in caplog.text
@@ -332,7 +366,7 @@ def test_a_step_that_rkmate_measures_leaves_the_loss_to_a_later_one(
     model = net()
     with_plan = {"plan": rkmate.plan(model, (X,), budget=0.6, progress=False)}
     planned = rkmate.wrap(model, (X,), progress=False, **(with_plan if given else {"budget": 0.6}))
-    step = stepping(planned, lambda out: out.tanh().mean())
+    step = stepping(planned, lambda out: (out.tanh() * 0.5).mean())
     with caplog.at_level(logging.WARNING, "rkmate"):
         peaks = [measure_step(planned, step).peak for _ in range(2)]
         step()

@@ -301,7 +301,7 @@ class Completes(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.layer, self.kind = nn.Linear(4, 4), kind
-        if kind == "buffer that was None":
+        if kind == "buffer of None":
             self.register_buffer("table", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -309,13 +309,15 @@ class Completes(nn.Module):
             if self.kind == "buffer":
                 self.register_buffer("table", torch.arange(4.0).cos())
             else:
-                self.table = torch.arange(4.0).cos()
+                self.table = self.layer.bias if self.kind == "parameter" else torch.arange(4.0).cos()
+        if self.kind == "submodule":
+            self.part = self.layer
         if self.kind == "flag":
             self.layer.bias.requires_grad = False
         return self.layer(x) * self.table
 
 
-@pytest.mark.parametrize("kind", ["attribute", "buffer", "buffer that was None", "flag"])
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "buffer of None", "flag", "parameter", "submodule"])
 def test_what_a_first_call_completes_is_completed(kind: str) -> None:
     torch.manual_seed(0)
     model, x = Completes(kind), torch.randn(2, 4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import func, nn
 from torch.autograd import grad
+from torch.nn import functional as F
 
 import rkmate
 from tests.equality import assert_same_step
@@ -148,6 +149,9 @@ OF_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "jvp": lambda h: func.jvp(torch.exp, (h,), (h,))[1],
     "jacrev": lambda h: func.jacrev(lambda z: z[:3, :2].exp())(h).sum((0, 1)),
     "hessian": lambda h: func.hessian(lambda z: z.exp().sum())(h[0, :4]),
+    "hessian of what is decomposed": lambda h: func.hessian(lambda z: F.softplus(z).sum())(h[0, :4]),
+    "jvp of grad": lambda h: func.jvp(func.grad(lambda z: F.softplus(z).sum()), (h,), (h,))[1],
+    "grad of jvp": lambda h: func.grad(lambda z: func.jvp(F.softplus, (z,), (h,))[1].sum())(h),
 }
 
 

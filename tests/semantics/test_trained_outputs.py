@@ -276,3 +276,12 @@ def test_the_loss_of_a_comparison_takes_them() -> None:
     out = {"loss": w.sum(), "a": w * 2, "b": w * 3}
     assert torch.equal(loss_of(out), out["loss"])
     assert torch.equal(loss_of(out, ("a", 0)), out["loss"] + out["a"].tanh().mean())
+
+
+@pytest.mark.parametrize("found", [torch.ones(3, dtype=torch.complex64), torch.tensor(1 + 1j)])
+def test_complex_outputs_are_compared_by_both_parts(found: torch.Tensor) -> None:
+    found.requires_grad_()
+    for output in (found, found.conj()):
+        found.grad = None
+        loss_of(output).backward()
+        assert found.grad is not None and (found.grad.real != 0).all() and (found.grad.imag != 0).all()

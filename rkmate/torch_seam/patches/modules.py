@@ -25,6 +25,7 @@ from rkmate.torch_seam.modules import (
     is_compiled_in_place,
     parameters_of,
     replace_call,
+    submodules_of,
 )
 from rkmate.torch_seam.patches.libraries import is_observer
 from rkmate.torch_seam.tensors import is_unwrapped, without_torch_function
@@ -84,7 +85,8 @@ def new_buffers_as_writes(model: nn.Module) -> Iterator[None]:
 
 
 class MadeByFirstCall(CaptureError):
-    """A forward has made a buffer that was not there, or has frozen or thawed a parameter."""
+    """A forward has registered what was not there (a buffer, a parameter under another name, a submodule), or
+    has frozen or thawed a parameter."""
 
     learns = False
     """Whether what it has made leads to parameters."""
@@ -103,24 +105,30 @@ class _Registered:
                          for name, t in buffers_of(m).items()]
         self._parameters = [(path, m, name, t) for path, m in model.named_modules()
                             for name, t in parameters_of(m).items()]
+        self._known = self._names()
+
+    def _names(self) -> dict[str, str]:
+        """Return the kinds of what modules have registered, by the full name. (An export has copies of
+        modules that are used in several places.)"""
+        return {_full(path, name): kind for path, module in self._root.named_modules()
+                for kind, members in (("buffer", buffers_of(module)), ("parameter", parameters_of(module)),
+                                      ("submodule", submodules_of(module)))
+                for name, member in members.items() if member is not None or kind != "buffer"}
 
     def write_back(self) -> None:
         """Write each buffer that is another tensor by now into the one that it was.
 
         Raises `CaptureError` for a parameter that was replaced, and for a buffer of another shape or
-        dtype than before; `MadeByFirstCall` for a buffer that was not there.
+        dtype than before; `MadeByFirstCall` for what was not there.
         """
-        known = {(id(module), name) for _, module, name, before in self._buffers if before is not None}
-        for path, module in self._root.named_modules():
-            for name, now in buffers_of(module).items():
-                if now is not None and (id(module), name) not in known:
-                    raise MadeByFirstCall(
-                        f"{self._model}: the forward makes the buffer {_full(path, name)!r}, which a "
-                        f"captured step would not repeat. {_CALL_FIRST}")
         for path, module, name, before in self._parameters:
             if parameters_of(module).get(name) is not before:
                 raise CaptureError(f"{self._model}: the forward replaces the parameter "
                                    f"{_full(path, name)!r}, which a captured step would not repeat")
+        for made, kind in self._names().items():
+            if made not in self._known:
+                raise MadeByFirstCall(f"{self._model}: the forward makes the {kind} {made!r}, which a "
+                                      f"captured step would not repeat. {_CALL_FIRST}")
         for path, module, name, before in self._buffers:
             now = buffers_of(module).get(name)
             if now is before or before is None:
