@@ -108,9 +108,10 @@ class _Registered:
         self._known = self._names()
 
     def _names(self) -> dict[str, str]:
-        """Return the kinds of what modules have registered, by the full name. (An export has copies of
+        """Return the kinds of what modules have registered, by each full name. (An export has copies of
         modules that are used in several places.)"""
-        return {_full(path, name): kind for path, module in self._root.named_modules()
+        modules = self._root.named_modules(remove_duplicate=False)
+        return {_full(path, name): kind for path, module in modules
                 for kind, members in (("buffer", buffers_of(module)), ("parameter", parameters_of(module)),
                                       ("submodule", submodules_of(module)))
                 for name, member in members.items() if member is not None or kind != "buffer"}
