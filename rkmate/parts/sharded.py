@@ -331,7 +331,9 @@ class Sharded(ShardedParts):
     def _observe(self, given: Any) -> None:
         place = devices.common([*self._model.parameters(), *self._model.buffers(), *tensors_in(given)])
         try:
-            self._step = Observed(place.parts_meter(), self._whole_gradients, goes_on=self._has_further_calls)
+            # What a schedule, or the user, has gathered before the first call counts, too.
+            standing = self._whole_gradients + sum(m._exchanges.gathered for m in self._of_step)
+            self._step = Observed(place.parts_meter(), standing, goes_on=self._has_further_calls)
             self._until = before_optimizers(self._steps_now)
         except MeterError as error:
             if any(s.rest is None for s in self._wanted):

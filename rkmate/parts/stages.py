@@ -66,8 +66,6 @@ class Stages(Sharded):
         if self._leading is None or self._version != self._version_now():
             self._close(is_over=True)
             self._begin_step(self._kind, ())
-            if self._step is not None:          # a schedule gathers parameters before the first call
-                self._step.standing += self._exchanges.gathered
         self._now = self._leading
         try:
             yield

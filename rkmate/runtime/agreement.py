@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rkmate import device as devices
 from rkmate.errors import RankError, RkmateError, sendable
 from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.analytic import Costs
@@ -37,6 +38,7 @@ from rkmate.pipeline.origin import shape_of
 from rkmate.pipeline.prepare import Blocked, Traced, block, cost_memory, measured_costs
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import named
+from rkmate.runtime.guards import autocast_now
 from rkmate.show.plan import Plan
 from rkmate.support.version import own_version
 from rkmate.torch_seam.containers import pytree
@@ -65,6 +67,9 @@ def description(model: Any, args: Any, kwargs: Any, settings: Settings, budget: 
         list(model.named_modules()), [*model.named_parameters(), *model.named_buffers()])
     shown = replace(settings, offload=None)
     offload = settings.offload
+    leaves = _leaves(args, kwargs)
+    kinds = devices.autocast_kinds(t.device for t in [*(t for _, t in tensors), *(t for _, t in leaves)]
+                                   if isinstance(t, torch.Tensor))
     return {
         "the model": [_plain(type(model).__name__), *(
             f"{name or 'the model'}: {type(m).__name__}{'' if m.training else ' in eval mode'}{_own(m)}"
@@ -72,7 +77,9 @@ def description(model: Any, args: Any, kwargs: Any, settings: Settings, budget: 
         "parameters and buffers": [
             f"{name}: {_tensor(t)}{'' if t.requires_grad else ', frozen'}" for name, t in tensors],
         "arguments": [f"{name}: {_tensor(leaf) if isinstance(leaf, torch.Tensor) else _plain(leaf)}"
-                      for name, leaf in _leaves(args, kwargs)],
+                      for name, leaf in leaves],
+        "types of numbers": [f"the default dtype is {torch.get_default_dtype()}",
+                             *(f"autocast to {dtype} on {kind}" for kind, dtype in autocast_now(kinds))],
         "the budget": [_plain(budget)],
         "settings": [*_settings(shown), f"offload: {offload is not None}"],
         "versions": [f"rkmate {own_version()}", f"torch {torch.__version__}",

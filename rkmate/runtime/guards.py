@@ -246,12 +246,16 @@ def guards_of(reader: ModuleReader, args: Sequence[Any], kwargs: Mapping[str, An
                     t.stride() if t.layout is torch.strided and not t.is_nested else t.layout)
                    for t in tensors)
     module = reader.read()
-    kinds = {"cpu", *module.kinds, *devices.autocast_kinds(t.device for t in tensors)}
-    autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds)
-                     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
+    kinds = {*module.kinds, *devices.autocast_kinds(t.device for t in tensors)}
     return Guards(module.flags, module.attributes, shapes, structure, tuple(map(by_content, constants)),
-                  autocast, _kernels(), module.places, torch.get_default_dtype(),
+                  autocast_now(kinds), _kernels(), module.places, torch.get_default_dtype(),
                   records=recorded_here()), tensors
+
+
+def autocast_now(kinds: Iterable[str]) -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the device types for which autocast is on, each with its dtype, among some and the CPU."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted({"cpu", *kinds})
+                 if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
 
 
 def _kernels() -> tuple[bool, ...]:

@@ -48,6 +48,8 @@ from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forw
 SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
            torch.memory_format)
 """Compared by value."""
+TEXTS = 16
+"""Members of a list of texts that is compared by value, at most: a longer one may be a log that grows."""
 FUNCTIONS = (type, FunctionType, MethodType, BuiltinFunctionType)
 
 
@@ -95,12 +97,15 @@ def identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def by_value(value: Any) -> Any:
-    """Return the key of a value: a scalar, or a tuple of scalars, by value; a partial function by its
-    function and arguments; any other object by identity."""
+    """Return the key of a value: a scalar, a tuple of scalars, or a short list of texts (names of adapters,
+    which a library sets anew), by value; a partial function by its function and arguments; any other object
+    by identity."""
     if isinstance(value, SCALARS):
         return type(value), value
     if isinstance(value, tuple):
         return type(value), tuple(map(by_value, value))
+    if type(value) is list and 0 < len(value) <= TEXTS and all(isinstance(v, str) for v in value):
+        return list, tuple(value)
     if isinstance(value, partial) and not vars(value):
         return (type(value), by_value(value.func), by_value(value.args),
                 tuple((k, by_value(v)) for k, v in value.keywords.items()))

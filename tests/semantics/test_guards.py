@@ -211,6 +211,8 @@ class Scaled(nn.Linear):
             scale = scale.value
         if isinstance(scale, tuple):
             scale = scale[0]
+        if isinstance(scale, list):
+            scale = float(scale[0])
         if scale is None:
             return y
         if isinstance(scale, torch.Tensor):
@@ -390,11 +392,25 @@ def test_what_differs_is_named() -> None:
     refused("in its submodules")
 
 
-def test_an_equal_object_in_an_attribute_is_no_other_call() -> None:
+@pytest.mark.parametrize("make", [lambda n: SimpleNamespace(value=n), lambda n: [str(n)]],
+                         ids=["object", "list of texts"])
+def test_an_equal_object_in_an_attribute_is_no_other_call(make: Callable[[float], Any]) -> None:
+    class WithDefault(Scaled):
+        scale: Any = None       # lists are compared in attributes that have a plain default
+
+    model, x = WithDefault(make(2.0)), torch.randn(4, 8)
+    module = planned(model, x)
+    model.scale = make(2.0)
+    _agree(model, module, x, plans=1)
+    model.scale = make(3.0)
+    _agree(model, module, x, plans=2)
+    model.scale = make(2.0)
+    _agree(model, module, x, plans=2)
+
+
+def test_a_changed_object_in_an_attribute_is_another_call() -> None:
     model, x = Scaled(SimpleNamespace(value=2.0)), torch.randn(4, 8)
     module = planned(model, x)
-    model.scale = SimpleNamespace(value=2.0)
-    _agree(model, module, x, plans=1)
     model.scale.value = 3.0
     _agree(model, module, x, plans=2)
 

@@ -118,6 +118,8 @@ def _differing(rank: int) -> dict[str, Any]:
     tried("frozen", lambda: _shared(frozen, x))
     tried("rows", lambda: _shared(_Net(), _data(rank, 32 + rank)))
     tried("settings", lambda: _shared(_Net(), x, settings=replace(QUICK, calls=1 + rank)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
+        tried("autocast", lambda: _shared(_Net(), x))
     tried("no model", lambda: _shared(_Net() if rank == 0 else torch.relu, x))      # type: ignore[arg-type]
     return found
 
@@ -210,6 +212,7 @@ DIFFERENCES = {
     "frozen": "rank 1: layers.0.weight: float32[64, 64] on cpu, frozen",
     "rows": "arguments (rank 0: args[0]: float32[32, 64] on cpu, rank 1: args[0]: float32[33, 64] on cpu)",
     "settings": "settings (rank 0: calls: 1, rank 1: calls: 2)",
+    "autocast": "types of numbers (rank 0: autocast to torch.bfloat16 on cpu, rank 1: nothing)",
     "no model": "rank 1: builtin_function_or_method"}
 
 

@@ -110,9 +110,11 @@ def _made(kind: str, cls: type[_Net] = _Net) -> _Net:
     return fully_shard(net, **how)
 
 
-def _trained(net: _Net, rank: int) -> tuple[list[torch.Tensor], list[int], dict[str, int]]:
+def _trained(net: _Net, rank: int, ahead: bool = False
+             ) -> tuple[list[torch.Tensor], list[int], dict[str, int]]:
     """Return the losses and the gradients of some steps, the peaks of all but the second to fourth (in
-    which the model is measured by itself) and the last, and the collectives of the last."""
+    which the model is measured by itself) and the last, and the collectives of the last. `ahead`: gather all
+    parameters before the forward."""
     found: list[torch.Tensor] = []
     peaks: list[int] = []
     seen = None
@@ -122,6 +124,8 @@ def _trained(net: _Net, rank: int) -> tuple[list[torch.Tensor], list[int], dict[
         ids = torch.randint(0, WORDS, (8, 32))
 
         def step(ids: torch.Tensor = ids) -> None:
+            for module in (net, *net.layers) if ahead else ():
+                module.unshard()
             loss = net(ids)
             loss.backward()
             found.append(loss.detach())
@@ -143,7 +147,7 @@ def _trained(net: _Net, rank: int) -> tuple[list[torch.Tensor], list[int], dict[
 
 @functools.cache
 def _plain(kind: str, rank: int) -> tuple[list[torch.Tensor], list[int], dict[str, int]]:
-    return _trained(_made(kind), rank)
+    return _trained(_made(kind), rank, kind == "gathered ahead")
 
 
 def _never(graph: Any, examples: Any) -> Any:
@@ -161,7 +165,7 @@ def _planned(rank: int, kind: str, share: float) -> dict[str, Any]:
             for layer in net.layers:
                 layer.compile(backend=_never)
         rkmate.apply(net, budget=budget, progress=False, settings=QUICK)
-        mine, after, own = _trained(net, rank)
+        mine, after, own = _trained(net, rank, kind == "gathered ahead")
     rest = rkmate.applied(net.last if kind == "head by itself" else net)
     return {"equal": all(map(torch.equal, mine, plain)) and len(mine) == len(plain),
             "close": all(torch.allclose(a.float(), b.float(), rtol=1e-4, atol=1e-5)
@@ -476,7 +480,7 @@ def _in_the_backward(rank: int) -> dict[str, Any]:
     return {"equal": all(map(torch.equal, mine, plain)), "peaks": after, "budget": budget}
 
 
-KINDS = {"bfloat16": 0.8, "nested": 0.9, "low rank": 0.8}
+KINDS = {"bfloat16": 0.8, "nested": 0.9, "low rank": 0.8, "gathered ahead": 0.6}
 TIGHT = {"plain": 0.5, "head by itself": 0.5}
 """Shares for which the loss has to be computed in chunks."""
 MODELS = ("chained", "judged")
@@ -502,7 +506,8 @@ def test_a_step_keeps_to_the_budget_with_the_bits_of_the_original(found: Found, 
         assert any("layers.1, layers.2 were compiled in place" in text for text in mine["said"]) == (
             kind == "low rank"), mine["said"]
         assert mine["exchanges"][0] == mine["exchanges"][1] != {}
-        assert min(mine["peaks"]) <= mine["budget"], mine       # gloo's threads let go of buffers late
+        later = mine["peaks"][kind == "gathered ahead":]        # its first step takes least
+        assert min(later) <= mine["budget"], mine               # gloo's threads let go of buffers late
 
 
 @pytest.mark.parametrize("kind", TIGHT)
