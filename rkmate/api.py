@@ -22,6 +22,7 @@ from rkmate.graph.capture.refusals import (
     refuse_data_parallelism,
     refuse_parallelism,
     refuse_what_cannot_repeat,
+    tell_of_compiled,
 )
 from rkmate.parts.apply import (
     planned_call_of,
@@ -48,7 +49,7 @@ from rkmate.settings import Chosen, Options, check_default_planner, check_no_set
 from rkmate.show.curve import Curve
 from rkmate.show.plan import Plan
 from rkmate.support.progress import Progress
-from rkmate.torch_seam.modules import is_sharded
+from rkmate.torch_seam.modules import is_sharded, original_of
 from rkmate.torch_seam.trace import several_ranks
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     """
     call = chosen(options, wrap)
     run = call.settings.run
-    model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
+    model, kwargs = loss_inside(_uncompiled(model), kwargs, loss, loss_args, call.loss_kwargs)
     args, kwargs = checked_sample(model, args, kwargs, whole=False)
     planning = _planning(_in_bytes(budget, model), plan, call)
     ahead = checked_lengths(model, run.lengths, run.pad)
@@ -343,6 +344,14 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
 def _in_bytes(budget: Any, model: nn.Module) -> Any:
     """Return ``"auto"`` as a share of the device, and any other budget unchanged."""
     return device_share(model) if isinstance(budget, str) and budget == "auto" else budget
+
+
+def _uncompiled(model: Any) -> Any:
+    """Return the module that torch.compile was given, with a warning, for the one that it has returned."""
+    original = original_of(model) if isinstance(model, nn.Module) else None
+    if original is not None:
+        tell_of_compiled([type(original).__name__])
+    return model if original is None else original
 
 
 def checked_sample(model: Any, args: Any, kwargs: Any, *, whole: bool = True

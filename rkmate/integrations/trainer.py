@@ -19,6 +19,7 @@ from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.module import FirstStep
 from rkmate.settings import Options, check_no_settings_of_wrap, chosen
 from rkmate.show.plan import Plan
+from rkmate.support.warn import warn
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -89,6 +90,9 @@ class _BudgetCallback:
             raise ArgumentError(f"Trainer runs the model on {args.n_gpu} devices in threads (DataParallel), "
                                 "where no budget holds: start one process per device (torchrun, accelerate "
                                 "launch), or show one device (CUDA_VISIBLE_DEVICES)")
+        if getattr(args, "torch_compile", False):
+            warn("torch_compile=True compiles nothing of a planned model, whose steps run its operations as "
+                 "they are. BudgetCallback(..., compile=True) compiles groups of them inside of the plan")
         self._plans, self._first = [], None
         apply(model, budget=self._budget, **self._options)
         self._model = model

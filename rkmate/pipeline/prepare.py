@@ -56,7 +56,7 @@ from rkmate.planners.overlap import exposed, overlapped
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
-from rkmate.torch_seam.modules import buffers_by_path, parameters_by_path, submodules_of
+from rkmate.torch_seam.modules import buffers_by_path, original_of, parameters_by_path, submodules_of
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.patches.autograd import region_of
 from rkmate.torch_seam.tensors import read_directly
@@ -462,6 +462,9 @@ def check_model(model: Any) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise ArgumentError("model is a TorchScript module, which cannot be captured; wrap the "
                             "original module")
+    if original_of(model) is not None:
+        raise ArgumentError("model was compiled (torch.compile): plan the module itself. compile=True "
+                            "compiles groups of operations inside of a plan")
 
 
 def held_tensors(captured: Capture, model: nn.Module,

@@ -38,7 +38,11 @@ from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import waited
 from rkmate.torch_seam.modules import is_sharded
 from rkmate.torch_seam.patches.libraries import records_apart
+from rkmate.torch_seam.tensors import saved_tensor_hook
 from rkmate.torch_seam.trace import inside_fake_mode, inside_transform
+
+_KNOWN = __name__.partition(".")[0], "torch.utils.checkpoint"
+"""Modules whose hooks on saved tensors are no surprise around a planned call."""
 
 # -- Before and after the first step ---------------------------------------------------------------
 #
@@ -227,6 +231,13 @@ class PlannedModule(StandIn):
                                  "accelerate's mixed precision does: the memory of that forward (float32 "
                                  "copies of the outputs) comes on top of the budget. Use "
                                  "rkmate.apply(model, budget=...) instead of wrap to plan it, too")
+        hook = saved_tensor_hook()
+        if hook is not None and not str(getattr(hook, "__module__", "")).startswith(_KNOWN):
+            self._tell("saved", (
+                f"hooks on saved tensors are around a call of {type(self._original).__name__} "
+                "(torch.autograd.graph.save_on_cpu, saved_tensors_hooks): they see nothing of a planned "
+                "step, which keeps and recomputes data itself. Leave them out; offload= sends data of a plan "
+                "to the host or a disk"))
         if latest.plan.gradients == "in_place":
             refuse_data_parallelism(self)
         opened = self._plans.open_calls

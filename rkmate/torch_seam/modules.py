@@ -102,6 +102,16 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return call is not None and not getattr(call, "is_planned", False)
 
 
+def original_of(module: nn.Module) -> nn.Module | None:
+    """Return the module that torch.compile was given, for the one that it has returned; None for any other.
+    Where `torch._dynamo` is not loaded, which takes seconds, nothing was compiled."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
+        return None
+    original: nn.Module = module._orig_mod
+    return original
+
+
 def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Let `call` replace a module's call, hooks included; None for the module's own."""
     module._compiled_call_impl = call

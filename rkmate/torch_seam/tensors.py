@@ -219,6 +219,13 @@ def inside_backward() -> bool:
     return current_backward() != -1
 
 
+def saved_tensor_hook() -> Callable[[Any], Any] | None:
+    """Return the innermost function that packs saved tensors now (`saved_tensors_hooks`); None if none
+    does."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if top is None else top[0]
+
+
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Let operations save tensors as they do outside of every `saved_tensors_hooks`."""

@@ -309,6 +309,13 @@ def test_two_processes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_compiling_a_planned_model_is_said_to_be_in_vain() -> None:
+    made, model = callback(), Tower()
+    with pytest.warns(rkmate.RkmateWarning, match="torch_compile=True compiles nothing"):
+        made.on_train_begin(SimpleNamespace(n_gpu=1, torch_compile=True), None, None, model=model)
+    assert rkmate.remove(model) is model
+
+
 def test_as_a_context_it_is_taken_off_after_an_error() -> None:
     model = Tower()
     with pytest.raises(KeyError), callback() as made:

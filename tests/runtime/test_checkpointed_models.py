@@ -246,3 +246,21 @@ def test_a_forward_that_hooks_its_layers_is_refused_with_the_reason() -> None:
         rkmate.wrap(model, (X,), budget=0.9, progress=False)
     assert not any(m._backward_hooks or "open" in m.__dict__ for m in model.modules())
     assert all(map(torch.equal, bits(model), bits(Net(False)))), "it trains as before"
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_hooks_on_saved_tensors_see_nothing_and_this_is_said(applied: bool) -> None:
+    model = Net(None).eval()
+    options: dict[str, Any] = {"budget": 0.6, "progress": False,
+                               "settings": rkmate.Settings(costs="analytic")}
+    module = rkmate.apply(model, **options) if applied else rkmate.wrap(model, (X,), **options)
+    module(X).backward()                        # nothing is said without hooks
+    packed: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t), \
+            pytest.warns(rkmate.RkmateWarning, match="hooks on saved tensors are around a call of Net"):
+        out = module(X)
+    out.backward()
+    with torch.autograd.graph.save_on_cpu():    # said once
+        module(X).backward()
+    checkpoint(module, X, use_reentrant=False).backward()
+    assert not packed

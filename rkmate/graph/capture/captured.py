@@ -140,7 +140,9 @@ class _Sources:
         if role.kind == "other" and role.of is not None and role.of.kind == "parameter":
             raise CaptureError(f"{type(self.model).__name__}: the forward changes the parameter "
                                f"{role.of.name.removeprefix('model.')!r} in place, which cannot be "
-                               "planned: change it outside of the forward, or keep it in a buffer")
+                               "planned. If only the first call does so (it sets first values by the first "
+                               "batch), call the model once before you plan it; otherwise, change the "
+                               "parameter outside of the forward, or keep it in a buffer")
         if role.kind == "token":
             raise ChecksByValue(f"{type(self.model).__name__} uses an operation that {CHECKS_BY_VALUE}")
         raise CaptureError(f"{type(self.model).__name__}: the captured graph has an input of a kind that "

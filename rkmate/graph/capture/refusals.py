@@ -30,6 +30,7 @@ from rkmate.torch_seam.modules import (
     forward_pre_hooks_of,
     has_backward_hooks,
     is_compiled_in_place,
+    original_of,
     running_data_parallel,
 )
 from rkmate.torch_seam.nodes import VALUE, is_backward
@@ -223,10 +224,7 @@ def refuse_what_cannot_repeat(model: nn.Module, args: tuple[Any, ...], kwargs: d
         if isinstance(m, torch.jit.ScriptModule):
             raise CaptureError(f"{where} is a TorchScript module, which cannot be captured: use the module "
                                "that it was made from instead")
-        if _is_made_by_compiler(m):
-            raise ArgumentError(f"{where} was compiled (torch.compile): wrap the model itself, or compile "
-                                'it with backend="rkmate"')
-        if is_compiled_in_place(m):
+        if original_of(m) is not None or is_compiled_in_place(m):
             compiled.append(where)
     if compiled:
         tell_of_compiled(compiled)
@@ -274,18 +272,11 @@ def refuse_without_shape(model: nn.Module) -> None:
                                 "wrapped")
 
 
-def _is_made_by_compiler(module: nn.Module) -> bool:
-    """Return whether torch.compile made it. Where `torch._dynamo` is not loaded, which takes seconds, nothing
-    was compiled."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-
-
 def tell_of_compiled(names: Sequence[str]) -> None:
-    """Warn of modules that were compiled in place, and follow a plan now."""
-    warn(f"{_listed(names)} {'were' if names[1:] else 'was'} compiled in place "
-         "(Module.compile): planned steps run the operations of the original instead of the compiled ones. "
-         "compile=True compiles groups of operations inside of a plan")
+    """Warn of modules that were compiled, and follow a plan now."""
+    warn(f"{_listed(names)} {'were' if names[1:] else 'was'} compiled "
+         "(Module.compile or torch.compile): planned steps run the operations of the original instead of "
+         "the compiled ones. compile=True compiles groups of operations inside of a plan")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from rkmate.torch_seam.modules import (
     buffers_of,
     compiled_call,
     is_compiled_in_place,
+    original_of,
     parameters_of,
     replace_call,
     submodules_of,
@@ -294,17 +295,24 @@ def _only_counts(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__module__", None) in _COUNTING
 
 
-# -- Modules that were compiled in place -----------------------------------------------------------
+# -- Modules that were compiled --------------------------------------------------------------------
 
 
 @contextmanager
 def calls_uncompiled(model: nn.Module) -> Iterator[None]:
-    """Let modules that were compiled in place run their own calls inside the context."""
+    """Let modules that were compiled, in place or by `torch.compile`, run their own calls inside the
+    context."""
     compiled = [(m, compiled_call(m)) for m in model.modules() if is_compiled_in_place(m)]
+    returned = [(m, vars(m)["forward"], original) for m in model.modules()
+                if (original := original_of(m)) is not None]
     for m, _ in compiled:
         replace_call(m, None)
+    for m, _, original in returned:
+        vars(m)["forward"] = original
     try:
         yield
     finally:
         for m, call in compiled:
             replace_call(m, call)
+        for m, forward, _ in returned:
+            vars(m)["forward"] = forward
