@@ -37,7 +37,7 @@ class Finding:
     """A thing that rkmate uses or can use, and whether it works here."""
 
     subject: str
-    """Its name in a word or two."""
+    """The subject's name in a word or two."""
     state: State
     """``"works"``; ``"missing"``: optional and not there; ``"broken"``: planning fails without it, or it is
     there and fails."""

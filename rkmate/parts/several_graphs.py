@@ -42,7 +42,7 @@ class StepGraph:
         self.module: PlannedModule | None = None
         """The graph with its plan, once it was called."""
         self.part: Part | None = None
-        """Its schedules, once it was seen in a step with others."""
+        """The graph's schedules, once it was seen in a step with others."""
         self.gradients = 0
         """Bytes of the gradients of its parameters."""
         self.loss = 0

@@ -171,7 +171,7 @@ class _Comparison:
         self.taken: Found | None = None
         """The plan to take."""
         self.before: Found | None = None
-        """That of the first variant."""
+        """The plan of the first variant."""
         self.quick: list[Found] = []
         """Plans that a longer search may make the fastest."""
         self.refused: list[Refused] = []

@@ -332,7 +332,7 @@ class Kept:
     values: Mapping[str, torch.Tensor]
     """Outputs, which the caller holds, too."""
     watched: dict[str, int]
-    """Their versions."""
+    """Versions of tensors, by name."""
     copies: Environment | None
     """Copies of everything, if the forward cannot run again."""
 

@@ -64,7 +64,7 @@ class ChangedObject:
     """An object among the arguments that a forward changes (a key-value cache)."""
 
     leaf: int
-    """Its number among the leaves of the arguments."""
+    """The object's number among the leaves of the arguments."""
     after: Structure
     """Around `Tensors`."""
 

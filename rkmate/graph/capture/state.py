@@ -221,7 +221,7 @@ class Number:
     holder: type | CellType | dict[Any, Any]
     key: Any
     old: Any
-    """Its value at one moment."""
+    """The value at one moment."""
     attribute: tuple[int, str] | None = None
     """The attribute that leads to the dictionary, as in `Filled.place`."""
 

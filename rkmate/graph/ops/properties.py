@@ -29,6 +29,10 @@ TURNS = {aten.t.default, aten.transpose.int, aten.permute.default}
 """Views that read their operand's dimensions in another order."""
 SQUEEZES = {aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
 """Views that leave out dimensions of length one, or add one."""
+PRODUCTS = (aten.mm.default, aten.addmm.default)
+"""Products of matrices, the last two operands."""
+BATCHED_PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
+"""Products of as many matrices as a batch has, the last two operands."""
 READS_HOST = {aten.item.default, aten._local_scalar_dense.default}
 """Operators that hand a tensor's value to Python."""
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}

@@ -16,14 +16,13 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.captured import Source
-from rkmate.graph.ops.properties import is_random, is_view
+from rkmate.graph.ops.properties import BATCHED_PRODUCTS, PRODUCTS, is_random, is_view
 from rkmate.graph.passes.joint import Deferred, Joint, owner_of
 from rkmate.graph.passes.lean import is_wide
 from rkmate.torch_seam.nodes import VALUE, copied, is_backward
 from rkmate.torch_seam.schema import OpOverload
 
 aten = torch.ops.aten
-_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 _CASTS = {aten._to_copy.default, aten.clone.default}
 SMALLER = 2
 """The kept values are smaller than the output by at least this factor."""
@@ -86,7 +85,7 @@ class _Recipe:
             return True
         if node.op != "call_function" or is_random(node):
             return False
-        product = node.target in _PRODUCTS
+        product = node.target in (*PRODUCTS, *BATCHED_PRODUCTS)
         if not (product or is_view(node) or _is_by_elements(node)):
             return False
         self._products += product

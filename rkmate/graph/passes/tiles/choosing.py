@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.ops.properties import is_random, is_view
+from rkmate.graph.ops.properties import PRODUCTS, is_random, is_view
 from rkmate.graph.passes.joint import Joint, readers_of
 from rkmate.graph.passes.tiles.cuts import EVEN, piece, summand, summed
-from rkmate.graph.passes.tiles.pieces import PRODUCTS, Band, Need, Piece, shape_of, value_of
+from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, shape_of, value_of
 from rkmate.graph.passes.tiles.rewrite import late_nodes
 from rkmate.graph.passes.tiles.stretch import (
     length_of,

@@ -30,8 +30,6 @@ class Band:
         return Band(self.dim, min(self.start, other.start), max(self.stop, other.stop))
 
 
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-"""Products of matrices, the last two operands."""
 Need = tuple[fx.Node, Band | None]
 """An operand, and the part of it that is needed; None: the whole."""
 

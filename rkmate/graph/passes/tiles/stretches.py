@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.ops.properties import is_view
+from rkmate.graph.ops.properties import PRODUCTS, is_view
 from rkmate.graph.passes.joint import Joint, readers_of
 from rkmate.graph.passes.tiles.choosing import HEAVY, Labels, Plan, bytes_of, chosen, looked_at
 from rkmate.graph.passes.tiles.matching import Matcher
 from rkmate.graph.passes.tiles.norms import moved_on, norm_of
-from rkmate.graph.passes.tiles.pieces import PRODUCTS, shape_of, value_of
+from rkmate.graph.passes.tiles.pieces import shape_of, value_of
 from rkmate.graph.passes.tiles.rewrite import call_meta, item_of, put_in_order
 from rkmate.graph.passes.tiles.scales import gradient_of_scale, move_behind, scaled_operands
 from rkmate.graph.passes.tiles.stretch import (

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.ops.properties import is_view
+from rkmate.graph.ops.properties import PRODUCTS, is_view
 from rkmate.graph.passes.cleanup import drop_dead
 from rkmate.graph.passes.joint import Joint, makers_of, readers_of
 from rkmate.graph.passes.lean import is_wide
-from rkmate.graph.passes.tiles.pieces import PRODUCTS
 from rkmate.graph.passes.tiles.region import Region, grow, is_linear, seeds_of
 from rkmate.graph.passes.tiles.rewrite import default_parts, in_groups, late_nodes, tile
 from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Tile, emit, emit_sum, shape_of
