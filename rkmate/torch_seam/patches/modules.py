@@ -127,8 +127,10 @@ class _Registered:
             if parameters_of(module).get(name) is not before:
                 raise CaptureError(f"{self._model}: the forward replaces the parameter "
                                    f"{_full(path, name)!r}, which a captured step would not repeat")
+        # A sharded layer seems to be empty until it is called: what it has then is not new.
+        seen = {name.rpartition(".")[0] for name in self._known}
         for made, kind in self._names().items():
-            if made not in self._known:
+            if made not in self._known and (kind == "buffer" or made.rpartition(".")[0] in seen):
                 raise MadeByFirstCall(f"{self._model}: the forward makes the {kind} {made!r}, which a "
                                       f"captured step would not repeat. {_CALL_FIRST}")
         for path, module, name, before in self._buffers:
