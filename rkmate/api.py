@@ -5,6 +5,7 @@ What they take in common is declared once, in `rkmate.settings`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -36,11 +37,12 @@ from rkmate.parts.one_budget import sharded_layers
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import ADAM_STATES, BatchSize, device_share, largest_batch
 from rkmate.pipeline.loss import loss_inside, traceable
-from rkmate.pipeline.prepare import check_model, trace
+from rkmate.pipeline.prepare import Blocked, Traced, check_model, trace
+from rkmate.pipeline.refuse import room_within
 from rkmate.pipeline.search import make_curve, make_plan
 from rkmate.planners.registry import SENDING
 from rkmate.planners.registry import planner as find_planner
-from rkmate.runtime.agreement import SHARED, Ranks, description, shared
+from rkmate.runtime.agreement import SHARED, Ranks, description, shared, shows_signs
 from rkmate.runtime.kept_plans import Planning
 from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import PlannedModule
@@ -227,10 +229,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
     with elsewhere.on_gpu(gpu, model):
-        args, kwargs = checked_sample(model, args, kwargs)
-        planning = _planning(_in_bytes(budget, model), None, call, gpu)
-        with flags_to_plan(model, call.settings.run.training):
-            traced = trace(model, args, kwargs, planning.settings, Progress(call.progress))
+        planning, traced = _traced(model, args, kwargs, budget, call, gpu)
         made = make_plan(traced, planning.budget, planning.planner).plan
     return elsewhere.told(made, gpu)
 
@@ -305,8 +304,9 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
 
     Measured times differ from process to process, so each process would find a plan of its own. Call this in
     every process of the group, and pass the result to `wrap` or `apply` as ``plan``. Before anything is
-    planned, the processes compare model, arguments, budget, settings and versions. A process waits for
-    another one as long as that one plans, and otherwise at most for the group's timeout.
+    planned, the processes compare model, arguments, budget, settings and versions. All of them measure, and
+    the plan counts on the slowest process for each operation. A process waits for another one as long as that
+    one plans, and otherwise at most for the group's timeout.
 
     Args:
         model, args, kwargs, budget: as for `plan`, equal in all processes.
@@ -320,7 +320,7 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
     Raises:
         ArgumentError: there is no process group.
         RankError: the processes differ in what they plan, which the message names, or one of them takes
-            no part. Every other process raises this.
+            no part, or cannot measure its operations. Every other process raises this.
         RkmateError: what the first process raised, in every process.
     """
     call = chosen(options, shared_plan)
@@ -330,15 +330,40 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
         raise ArgumentError("shared_plan needs a process group: call "
                             "torch.distributed.init_process_group first, or use rkmate.plan")
 
-    def made() -> Plan:
-        return plan(model, args, kwargs, budget=budget, **call.options())
-
     if dist.get_world_size(group) == 1:
-        return made()
+        return plan(model, args, kwargs, budget=budget, **call.options())
     ranks = Ranks(group, advice=SHARED)
     ranks.agree(description(model, args, kwargs, call.settings, budget))
-    found = ranks.led(made, lambda plan: plan, lambda plan: plan)
+
+    @functools.cache
+    def own() -> tuple[Planning, Traced]:
+        return _traced(model, args, kwargs, budget, call)
+
+    def made() -> Plan:
+        planning, traced = own()
+        return make_plan(replace(traced, measured_by=ranks.measured), planning.budget, planning.planner).plan
+
+    def measured() -> tuple[Traced, Callable[[Blocked], int]]:
+        planning, traced = own()
+        return traced, room_within(planning.budget)
+
+    with shows_signs():
+        if not ranks.leads and call.settings.costs != "analytic":
+            # All begin to measure at the same time. What fails here is told where costs are compared.
+            with suppress(Exception):
+                own()
+        found = ranks.led(made, lambda plan: plan, lambda plan: plan,
+                          lambda said: ranks.measure_too(said, measured))
     return shared(ranks, found) if new_shapes == "shared" else found
+
+
+def _traced(model: nn.Module, args: Any, kwargs: Any, budget: Any, call: Chosen, gpu: GPU | None = None
+            ) -> tuple[Planning, Traced]:
+    """Check what is to be planned, and capture it."""
+    args, kwargs = checked_sample(model, args, kwargs)
+    planning = _planning(_in_bytes(budget, model), None, call, gpu)
+    with flags_to_plan(model, call.settings.run.training):
+        return planning, trace(model, args, kwargs, planning.settings, Progress(call.progress))
 
 
 def _in_bytes(budget: Any, model: nn.Module) -> Any:

@@ -514,8 +514,10 @@ class Sharded(ShardedParts):
         try:
             shared = shared_out(budget)
         except InfeasibleBudget as error:
-            self._follow(tuple(calls), shared_out(error.minimum_bytes or 0))
-            raise
+            shared = shared_out(least := error.minimum_bytes or 0)
+            self._follow(tuple(calls), shared)
+            raise InfeasibleBudget(f"{error}{self._most_needed(tuple(calls), shared, moments(least))}",
+                                   error.minimum_bytes) from None
         self._follow(tuple(calls), shared)
         now.begin_checks()
         for signature in budgets:
@@ -525,6 +527,21 @@ class Sharded(ShardedParts):
                        "Outside of all plans are up to %s bytes (gathered parameters, their gradients, "
                        "buffers of the exchange)", self._type, f"{shared.taken:,}",
                        f"{budget:,}", f"{max(rest.figures[:3]):,}")
+
+    def _most_needed(self, calls: Sequence[tuple[Follower, Part]], shared: Shared, moments: Sequence[Moment]
+                     ) -> str:
+        """Return which call runs when a step takes most, for the end of a message."""
+        ways = [part.ways[number] for (_, part), number in zip(calls, shared.choice.ways, strict=True)]
+        most = max(moments, key=lambda m: m.taken(ways))
+        who, own, on_top = "no planned layer", 0, ""
+        if most.running is not None:
+            follower, own = calls[most.running][0], ways[most.running].extra
+            who = next((name for name, m in follower.within._model.named_modules() if m is follower.original),
+                       "") or "the rest of the forward, after the last sharded module,"
+            on_top = f", and {own:,} on top while it runs"
+        held = most.taken(ways) - most.bytes - own
+        return (f". Most is taken while {who} runs: {most.bytes:,} bytes outside of all plans, {held:,} that "
+                f"planned calls hold until their backward{on_top}")
 
     def _follow(self, calls: Sequence[tuple[Follower, Part]], shared: Shared) -> None:
         """Let calls follow their parts of a budget."""

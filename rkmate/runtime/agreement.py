@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rkmate import device as devices
+from rkmate.device.protocol import MeterError
 from rkmate.errors import RankError, RkmateError, sendable
 from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.analytic import Costs
@@ -41,6 +42,7 @@ from rkmate.pipeline.variants import named
 from rkmate.runtime.guards import autocast_now
 from rkmate.show.plan import Plan
 from rkmate.support.version import own_version
+from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.trace import meeting_place, process_group, several_ranks
 
@@ -269,14 +271,19 @@ class Ranks:
         return {i: functools.reduce(_larger, (row[i] for row in rows if len(row) == len(mine)), cost)
                 for i, cost in mine.items()}
 
-    def measure_too(self, said: str, traced: Traced, limit: Callable[[Blocked], int]) -> None:
+    def measure_too(self, said: str, own: Callable[[], tuple[Traced, Callable[[Blocked], int]]]) -> None:
         """Measure the graph that the first rank measures, and tell it the costs. `said`: its words about the
-        graph."""
+        graph; `own`: returns the graph of this rank, and the bytes that measuring may take."""
         variant, deferred = said.rsplit(", ", 1)
         try:
+            traced, limit = own()
             blocked = block(traced.with_deferred("never" if deferred == "never" else "auto"), named(variant))
             costs = measured_costs(blocked, cost_memory(), traced.settings.measure, limit)
             text = json.dumps([costs[i].row() for i in range(len(costs))])
+        except MeterError as error:     # somebody measures, or profiles, on this rank alone
+            warn(f"rank {self._mine} cannot measure now, and a plan of several ranks does not count on its "
+                 f"times: {error}")
+            text = "[]"
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
         self._exchanged(text)

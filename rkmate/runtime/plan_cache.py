@@ -176,11 +176,14 @@ class PlanCache:
             def made() -> Executable:
                 nonlocal traced
                 make = self._executable if ranks is None else self._own_executable
+                by = ranks.measured if ranks is not None and plan is None else None
                 for traced in attempts[:-1]:
                     with contextlib.suppress(InfeasibleBudget):
-                        return make(traced, budget, plan, plans, like, derived=derived is not None)
+                        return make(replace(traced, measured_by=by), budget, plan, plans, like,
+                                    derived=derived is not None)
                 traced = attempts[-1]
-                return make(traced, budget, plan, plans, like, derived=derived is not None)
+                return make(replace(traced, measured_by=by), budget, plan, plans, like,
+                            derived=derived is not None)
 
             executable = made() if ranks is None or plan is not None else \
                 self._led(ranks, made, traced, budget)
@@ -504,7 +507,7 @@ class PlanCache:
             found.is_given = False                      # all ranks look at what their callers make
             return found
         return ranks.led(make, lambda e: e.plan, follow,
-                         lambda said: ranks.measure_too(said, traced, room_within(budget)))
+                         lambda said: ranks.measure_too(said, lambda: (traced, room_within(budget))))
 
     def _executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,
                     known: Sequence[KnownPlan] = (), like: Prototype | None = None, *,

@@ -219,6 +219,18 @@ TRACED: dict[str, Callable[..., None]] = {
     "reduce_scatter_tensor": _reduce_scatter_tensor, "reduce_scatter_single": _reduce_scatter_tensor,
     "all_to_all_single": _all_to_all_single, "all_to_all": _all_to_all, "broadcast": _broadcast}
 """For functions of `torch.distributed`, what a trace runs instead."""
+_RUN_BY = {
+    "allreduce_": "all_reduce", "_allgather_base_": "all_gather_into_tensor", "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter_tensor", "alltoall_base_": "all_to_all_single",
+    "alltoall_": "all_to_all", "broadcast_": "broadcast"}
+"""For operators of process groups, the function of `torch.distributed` that runs each."""
+
+
+def function_of(operation: Any) -> str:
+    """Return the function of `torch.distributed` that a trace would have replaced, had it been called by that
+    name instead of running this operator; empty if there is none."""
+    is_of_group = getattr(operation, "namespace", "") == "c10d"
+    return _RUN_BY.get(operator_name(operation), "") if is_of_group else ""
 
 
 class _TorchOfNorms:

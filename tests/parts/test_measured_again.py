@@ -109,19 +109,19 @@ class _Part:
 class _Call:
     """A planned module."""
 
-    def __init__(self, within: Any) -> None:
-        self.within = within
+    def __init__(self, within: Any, original: nn.Module) -> None:
+        self.within, self.original = within, original
 
 
 def _shared(budget: int, rest: Rest, monkeypatch: pytest.MonkeyPatch, other: Rest | None = None) -> list[Any]:
     """Share a budget out among two calls. Returns what they follow: their ways, and what each may take on top
-    of that; and the smallest budget, where there is no room. `other`: what another step takes that calls the
-    first of them alone."""
+    of that; where there is no room, also the smallest budget, and when a step takes it. `other`: what another
+    step takes that calls the first of them alone."""
     monkeypatch.setattr(Part, "prototype", lambda part, number, extra: (number, extra))
     found, followed, part = _model(budget, lambda rest: 0), [], _Part()
-    found._type = "Model"
+    found._type, found._model = "Model", nn.Sequential(nn.Identity(), nn.Identity())
     found._follow = lambda calls, shared: followed.append((shared.choice.ways, shared.extras))
-    calls = [_Call(found), _Call(found)]
+    calls = [_Call(found, layer) for layer in found._model]
     now = Signature(rest=rest, observed=[(cast(Any, call), cast(Any, part)) for call in calls])
     found._signatures = {0: now}
     if other is not None:
@@ -130,7 +130,7 @@ def _shared(budget: int, rest: Rest, monkeypatch: pytest.MonkeyPatch, other: Res
     try:
         Sharded._share(found, now)
     except rkmate.InfeasibleBudget as error:
-        followed.append(error.minimum_bytes)
+        followed += [error.minimum_bytes, str(error).partition("Most is taken while ")[2]]
     return followed
 
 
@@ -140,8 +140,14 @@ def test_what_is_there_while_one_layer_runs_does_not_bound_another(monkeypatch: 
 
 
 def test_steps_without_room_take_as_little_as_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _shared(59, MOMENTS, monkeypatch) == [((1, 1), (20, 35)), 60]
-    ways, least = _shared(59, MOMENTS._replace(moments={}), monkeypatch)    # as if all were there at once
+    held = "that planned calls hold until their backward"
+    assert _shared(59, MOMENTS, monkeypatch) == [
+        ((1, 1), (20, 35)), 60,
+        f"0 runs: 30 bytes outside of all plans, 10 {held}, and 20 on top while it runs"]
+    after = MOMENTS._replace(moments={**MOMENTS.moments, (None, (0, 1)): 41})
+    assert _shared(59, after, monkeypatch)[1:] == [
+        61, f"no planned layer runs: 41 bytes outside of all plans, 20 {held}"]
+    ways, least, _ = _shared(59, MOMENTS._replace(moments={}), monkeypatch)    # as if all were there at once
     assert (ways[0], least) == ((1, 1), 70)
 
 

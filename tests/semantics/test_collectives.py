@@ -37,6 +37,8 @@ pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distr
 QUICK = {"options": OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
          "planner": PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0)}
 Way = Callable[[torch.Tensor], torch.Tensor]
+all_reduce: Any = getattr(dist, "all_reduce", None)
+"""As a model's file imports it."""
 T = TypeVar("T")
 
 
@@ -57,6 +59,16 @@ class _ReducedBackward(torch.autograd.Function):
     def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
         g = g.clone()
         dist.all_reduce(g)
+        return g
+
+
+class _ReducedByName(_ReducedBackward):
+    """A trace does not replace what a custom function calls by an imported name."""
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        g = g.clone()
+        all_reduce(g)
         return g
 
 
@@ -116,6 +128,12 @@ def _lists_of_nn(x: torch.Tensor) -> torch.Tensor:
 
     own, other = of_nn.all_to_all([torch.empty_like(x) for _ in range(2)], [x, x * 2])
     return sum(of_nn.all_gather(own)) + other
+
+
+def _of_group(x: torch.Tensor) -> torch.Tensor:
+    every = [torch.empty_like(x) for _ in range(2)]
+    dist.group.WORLD.allgather([every], [x.detach()]).wait()
+    return x + sum(every)
 
 
 def _objects(x: torch.Tensor) -> torch.Tensor:
@@ -499,7 +517,8 @@ def _in_groups_of_one(rank: int) -> dict[str, Any]:
 REFUSED: dict[str, tuple[Way, bool]] = {
     "objects": (_objects, False), "a value": (_value, False), "with a gradient": (_attached, False),
     "swallowed objects": (_swallowed_objects, False), "opaque": (_detached, True),
-    "opaque, swallowed": (_swallowed, True), "opaque, a function's backward": (_ReducedBackward.apply, True)}
+    "opaque, swallowed": (_swallowed, True), "opaque, a function's backward": (_ReducedBackward.apply, True),
+    "by an imported name": (_ReducedByName.apply, False), "of a process group": (_of_group, False)}
 """Ways to communicate, and whether the submodule runs as it is. The ranks plan in turns."""
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "lists": lambda rank: _planned(rank, _lists_of_nn),
@@ -535,6 +554,14 @@ def test_it_is_refused_by_name(found: Found, name: str) -> None:
             _assert_refused(rank["error"], swallowed="swallowed" in name)
         assert rank["left as it was"]
         assert rank["trains as before"]
+
+
+@pytest.mark.parametrize(("name", "function"), [
+    ("by an imported name", "all_reduce"), ("of a process group", "all_gather")])
+def test_a_refusal_names_the_form_that_a_plan_can_hold(found: Found, name: str, function: str) -> None:
+    texts = [rank["error"][1] for rank in found[name] if rank["error"] is not None]
+    assert len(texts) == 1 and f"called as torch.distributed.{function}(...), not by a name" in texts[0]
+    assert "is none of those" not in texts[0]
 
 
 @pytest.mark.parametrize("name", WAYS)

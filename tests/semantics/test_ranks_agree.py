@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 import rkmate
+from rkmate.device import MeterError
 from rkmate.ilp import OptionSettings
+from rkmate.measure.runs import Timings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
 from rkmate.runtime import agreement
@@ -34,6 +37,8 @@ QUICK = Settings(options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit
                  planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
 SHORT = 4.0
 """Timeout, in seconds, of a group in which a rank does not come."""
+SLOW = 1.0
+"""Seconds of an operation on a rank that is slow on purpose."""
 
 
 class _Net(nn.Module):
@@ -124,6 +129,40 @@ def _differing(rank: int) -> dict[str, Any]:
     return found
 
 
+def _slowed(rank: int) -> dict[str, Any]:
+    """Products are as slow as can be on rank 1: in the plan, and in that of a shape that comes later. The
+    last plan is one that rank 1 cannot measure for."""
+    model, found, seconds = _Net(), {}, Timings.seconds
+    plan = _shared(model, _data(rank, 40))
+    run = rkmate.wrap(model, (_data(rank, 40),), plan=plan, progress=False)
+
+    def slowest(plan: rkmate.Plan | None) -> list[float]:
+        assert plan is not None
+        return _gathered(max(c.seconds for c in plan.graph.computations))
+
+    found["alike"] = slowest(plan)
+    try:
+        if rank == 1:
+            Timings.seconds = lambda self, key: (  # type: ignore[method-assign]
+                SLOW if "mm" in str(key) else seconds(self, key))
+        found["first shape"] = slowest(_shared(_Net(), _data(rank, 44)))
+        run(_data(rank, 48)).backward()
+        found["later shape"] = slowest(run.plan)
+        if rank == 1:
+            Timings.seconds = _unmeasured           # type: ignore[method-assign]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found["not measured"] = slowest(_shared(_Net(), _data(rank, 52)))
+        found["warnings"] = [str(w.message) for w in said]
+    finally:
+        Timings.seconds = seconds               # type: ignore[method-assign]
+    return found
+
+
+def _unmeasured(*args: Any) -> float:
+    raise MeterError("on purpose")
+
+
 def _other_function(rank: int) -> dict[str, Any]:
     """What no description shows: the graphs differ."""
     model, x = _Net(act=torch.relu if rank == 0 else torch.tanh), _data(rank)
@@ -189,7 +228,7 @@ def _failing(rank: int) -> dict[str, Any]:
 
 RANKS = {"patience": 90.0}
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "followed": _followed, "differing": _differing, "other function": _other_function,
+    "followed": _followed, "slowed": _slowed, "differing": _differing, "other function": _other_function,
     "other shapes": _other_shapes, "failing": _failing, "slow": _slow, "absent": _absent}
 
 
@@ -202,6 +241,13 @@ def test_ranks_follow_one_plan_for_each_shape(found: Found) -> None:
     for mine in _of(found, "followed"):
         for way in ("wrap", "apply"):
             assert [step[:2] for step in mine[way]] == [(True, True), (True, True)], mine
+
+
+def test_a_plan_counts_on_the_slowest_rank_for_each_operation(found: Found) -> None:
+    for rank, mine in enumerate(_of(found, "slowed")):
+        assert max(mine["alike"] + mine["not measured"]) < SLOW
+        assert mine["first shape"] == mine["later shape"] == [SLOW, SLOW]
+        assert any("rank 1 cannot measure now" in text for text in mine["warnings"]) == (rank == 1)
 
 
 DIFFERENCES = {

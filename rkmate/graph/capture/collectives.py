@@ -31,6 +31,7 @@ from rkmate.graph.capture.refusals import at_fault, place_of
 from rkmate.torch_seam.collectives import (
     TRACED,
     Unseen,
+    function_of,
     functions_traced,
     group_name,
     has_constants,
@@ -54,6 +55,8 @@ _SHOWN = 4
 """Names of parts that a message lists."""
 _NOT_TRACED = "is none of those that a plan can hold (all_reduce, all_gather_into_tensor, " \
     "reduce_scatter_tensor, all_to_all_single and broadcast of one tensor)"
+_BY_NAME = "a plan can hold only where it is called as torch.distributed.{}(...), not by a name that was " \
+    "imported, or as a method of a process group: call it that way"
 _AS_IT_IS = "runs in a submodule that runs as it is, and would run again in the backward"
 _BY_VALUES = "would also run before the step, where the forward reads values of its inputs (.item(), masks)"
 _CONSTANT = "takes a constant, whose values a trace takes as known"
@@ -108,7 +111,8 @@ def values_are_read() -> Iterator[None]:
 def _why_not(operation: Any, args: Sequence[Any]) -> str:
     """Return why a plan cannot hold an operation that communicates; empty if it can."""
     if not is_traceable(operation):
-        return _NOT_TRACED
+        function = function_of(operation)
+        return _BY_NAME.format(function) if function else _NOT_TRACED
     if has_constants(args):
         return _CONSTANT
     return _BY_VALUES if getattr(_here, "values", False) else ""
