@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import os
 import sys
+import threading
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -107,12 +109,21 @@ def memory_events() -> Iterator[Any]:
     afterwards.
 
     Of operations it records those of torch and `mark`, and not what is exchanged with other ranks: if that is
-    over only when the profiler has stopped, torch writes its end to freed memory."""
+    over only when the profiler has stopped, torch writes its end to freed memory.
+
+    If a profiler runs when Python ends, torch ends the process by a segmentation fault, and so it is stopped
+    before. Only a thread that lives on (a daemon) keeps what it runs, which torch then leaves alone."""
     session: Any = profiler.profile(use_cpu=True, profile_memory=True)
+    thread = threading.current_thread()
     enable = partial(_ENABLE, scopes={torch._C._profiler.RecordScope.FUNCTION})
     with _silence(), ExitStack() as stack:
+        def stop() -> None:
+            if thread is threading.current_thread() or not thread.is_alive():
+                stack.close()
+
         with mock.patch.object(profiler, "_enable_profiler", enable):
             stack.enter_context(session)
+        stack.callback(atexit.unregister, atexit.register(stop))
         yield session
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from queue import Queue
 from typing import Any, ClassVar
@@ -311,6 +313,29 @@ def test_operations_that_end_after_the_profiler_are_not_recorded() -> None:
         zeros(10)
     names = [event.name() for event in session.kineto_results.events()]
     assert "part" in names and "[memory]" in names and "exchanged" not in names
+
+
+STAYS_OPEN = """
+import sys, threading, torch
+from rkmate import device
+from rkmate.device.events import stay_open
+
+def begin():
+    running = stay_open(device.of("cpu").parts_meter(), lambda: running.close())
+    sys.waits = torch.ones(2, requires_grad=True) * 2
+    sys.waits.grad_fn.register_prehook(lambda *_: (running, sys.waits))     # torch lives longer than Python
+
+{begin}
+print("ends")
+"""
+
+
+@pytest.mark.parametrize("begin", ["begin()", "t = threading.Thread(target=begin); t.start(); t.join()"],
+                         ids=["in the main thread", "in a thread that has ended"])
+def test_python_ends_while_something_is_measured(begin: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", STAYS_OPEN.format(begin=begin)], stdout=subprocess.PIPE,
+                           text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "ends\n")
 
 
 def test_unknown_device() -> None:
