@@ -3,6 +3,8 @@ difference is an error on each of them within the group's timeout."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 import time
 import warnings
@@ -131,7 +133,13 @@ def _differing(rank: int) -> dict[str, Any]:
 
 def _slowed(rank: int) -> dict[str, Any]:
     """Products are as slow as can be on rank 1: in the plan, and in that of a shape that comes later. The
-    last plan is one that rank 1 cannot measure for."""
+    last plan is one that rank 1 cannot measure for. Each rank has a cache of its own, as on machines of their
+    own: one rank would find what the other has measured."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, RKMATE_CACHE_DIR=folder):
+        return _slowed_alone(rank)
+
+
+def _slowed_alone(rank: int) -> dict[str, Any]:
     model, found, seconds = _Net(), {}, Timings.seconds
     plan = _shared(model, _data(rank, 40))
     run = rkmate.wrap(model, (_data(rank, 40),), plan=plan, progress=False)
