@@ -23,7 +23,7 @@ from rkmate.graph.capture.refusals import (
     refuse_data_parallelism,
     refuse_parallelism,
     refuse_what_cannot_repeat,
-    tell_of_compiled,
+    uncompiled,
 )
 from rkmate.parts.apply import (
     planned_call_of,
@@ -51,7 +51,7 @@ from rkmate.settings import Chosen, Options, check_default_planner, check_no_set
 from rkmate.show.curve import Curve
 from rkmate.show.plan import Plan
 from rkmate.support.progress import Progress
-from rkmate.torch_seam.modules import is_sharded, original_of
+from rkmate.torch_seam.modules import is_sharded
 from rkmate.torch_seam.trace import several_ranks
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     """
     call = chosen(options, wrap)
     run = call.settings.run
-    model, kwargs = loss_inside(_uncompiled(model), kwargs, loss, loss_args, call.loss_kwargs)
+    model, kwargs = loss_inside(uncompiled(model), kwargs, loss, loss_args, call.loss_kwargs)
     args, kwargs = checked_sample(model, args, kwargs, whole=False)
     planning = _planning(_in_bytes(budget, model), plan, call)
     ahead = checked_lengths(model, run.lengths, run.pad)
@@ -199,7 +199,7 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
 def remove(model: _M) -> _M:
     """Undo `apply`: the module and its submodules run as before. Returns the module. Modules without a plan
     do not change."""
-    check_model(model)
+    check_model(model, compiled=True)
     for module in model.modules():
         take_plan_from(module)
     return model
@@ -209,7 +209,7 @@ def applied(model: nn.Module) -> PlannedModule | None:
     """Return the module that shows the plan of `model` after `apply`: its ``.plan`` and ``.source``, like
     those of a module that `wrap` returns. None for other modules."""
     if not isinstance(model, torch.jit.ScriptModule):       # such a part of a model has no plan
-        check_model(model)
+        check_model(model, compiled=True)
     call = planned_call_of(model)
     return None if call is None else call.latest
 
@@ -369,14 +369,6 @@ def _traced(model: nn.Module, args: Any, kwargs: Any, budget: Any, call: Chosen,
 def _in_bytes(budget: Any, model: nn.Module) -> Any:
     """Return ``"auto"`` as a share of the device, and any other budget unchanged."""
     return device_share(model) if isinstance(budget, str) and budget == "auto" else budget
-
-
-def _uncompiled(model: Any) -> Any:
-    """Return the module that torch.compile was given, with a warning, for the one that it has returned."""
-    original = original_of(model) if isinstance(model, nn.Module) else None
-    if original is not None:
-        tell_of_compiled([type(original).__name__])
-    return model if original is None else original
 
 
 def checked_sample(model: Any, args: Any, kwargs: Any, *, whole: bool = True

@@ -10,6 +10,7 @@ from torch import nn
 
 from rkmate.api import applied, apply, remove
 from rkmate.errors import ArgumentError, MissingExtra
+from rkmate.graph.capture.refusals import uncompiled
 from rkmate.integrations.plan_log import PlanLog
 from rkmate.settings import Options, check_no_settings_of_wrap, chosen
 
@@ -71,7 +72,7 @@ class BudgetCallback(Callback):
     def _begin(self, trainer: Any, pl_module: nn.Module) -> None:
         name = part_of(pl_module, trainer.world_size) if self._name is None else self._name
         try:
-            self._module = pl_module.get_submodule(name)
+            self._module = uncompiled(pl_module.get_submodule(name))
         except AttributeError:
             parts = ", ".join(n for n, _ in pl_module.named_children())
             raise ArgumentError(f"module is {name!r}, which {type(pl_module).__name__} does not have; "

@@ -455,14 +455,15 @@ def cut_children(program: Program, children: frozenset[str]) -> Stages | None:
     return cut_stages(program, [n if n in children else None for n in names])
 
 
-def check_model(model: Any) -> None:
-    """Raise `ArgumentError` for what cannot be a model to train."""
+def check_model(model: Any, *, compiled: bool = False) -> None:
+    """Raise `ArgumentError` for what cannot be a model to train. `compiled`: whether it may be what
+    torch.compile has returned."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is {type(model).__name__}; it should be a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
         raise ArgumentError("model is a TorchScript module, which cannot be captured; wrap the "
                             "original module")
-    if original_of(model) is not None:
+    if not compiled and original_of(model) is not None:
         raise ArgumentError("model was compiled (torch.compile): plan the module itself. compile=True "
                             "compiles groups of operations inside of a plan")
 

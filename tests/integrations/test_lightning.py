@@ -83,6 +83,15 @@ def test_the_largest_part_is_planned(module: str | None, tmp_path: Path) -> None
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), plain.parameters(), strict=True))
 
 
+def test_a_compiled_part_is_planned_as_its_original(tmp_path: Path) -> None:
+    made, plain = task(), fit(task(), tmp_path)
+    made.net = torch.compile(original := made.net, backend="eager")
+    with pytest.warns(rkmate.RkmateWarning, match="^Tower was compiled "):
+        fit(made, tmp_path, budget())
+    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), plain.parameters(), strict=True))
+    assert rkmate.applied(original) is None
+
+
 def test_a_model_that_is_made_when_training_begins_is_planned(tmp_path: Path) -> None:
     found, plain = fit(Configured(), tmp_path, budget()), fit(Configured(), tmp_path)
     assert all(plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes for plan in found.seen)

@@ -279,6 +279,15 @@ def tell_of_compiled(names: Sequence[str]) -> None:
          "the compiled ones. compile=True compiles groups of operations inside of a plan")
 
 
+def uncompiled(model: Any) -> Any:
+    """Return the module that torch.compile was given, with a warning, for the one that it has returned; any
+    other value as it is."""
+    original = original_of(model) if isinstance(model, nn.Module) else None
+    if original is not None:
+        tell_of_compiled([type(original).__name__])
+    return model if original is None else original
+
+
 def _listed(names: Sequence[str]) -> str:
     """Return the first names, and how many more there are."""
     others = f" and {len(names) - 3} others" if len(names) > 3 else ""
