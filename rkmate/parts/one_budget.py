@@ -249,7 +249,7 @@ def drop_beginning(capture: Capture, count: int) -> None:
             capture.graph.erase_node(node)
         elif node.op == "call_function" and is_random(node):
             raise CaptureError("its rest reads random numbers that were drawn at the beginning")
-    if all(n.target in COPIES | ALIASES for n in capture.graph.nodes if n.op == "call_function"):
+    if all(n.target in (*COPIES, *ALIASES) for n in capture.graph.nodes if n.op == "call_function"):
         raise CaptureError("nothing is computed after its last sharded module")
 
 

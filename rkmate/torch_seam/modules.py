@@ -102,9 +102,9 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return call is not None and not getattr(call, "is_planned", False)
 
 
-def original_of(module: nn.Module) -> nn.Module | None:
-    """Return the module that torch.compile was given, for the one that it has returned; None for any other.
-    Where `torch._dynamo` is not loaded, which takes seconds, nothing was compiled."""
+def original_of(module: Any) -> nn.Module | None:
+    """Return the module that torch.compile was given, for the one that it has returned; None for any other
+    value. Where `torch._dynamo` is not loaded, which takes seconds, nothing was compiled."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
         return None

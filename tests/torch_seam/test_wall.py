@@ -128,8 +128,6 @@ def test_what_is_no_breach(source: str) -> None:
     assert not list(breaches(ast.parse(source), {"_field"}))
 
 
-
-
 OPERATOR = re.compile(r"\b(?:torch\.ops\.)?aten\.\w+")
 OF_OPERATORS = ("graph/ops/", "graph/passes/")
 """Where tables of torch's operators stand, next to the seam."""

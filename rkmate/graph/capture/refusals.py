@@ -282,7 +282,7 @@ def tell_of_compiled(names: Sequence[str]) -> None:
 def uncompiled(model: Any) -> Any:
     """Return the module that torch.compile was given, with a warning, for the one that it has returned; any
     other value as it is."""
-    original = original_of(model) if isinstance(model, nn.Module) else None
+    original = original_of(model)
     if original is not None:
         tell_of_compiled([type(original).__name__])
     return model if original is None else original

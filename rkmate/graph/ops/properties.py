@@ -21,7 +21,7 @@ COPIES = {aten.clone.default, aten.lift_fresh_copy.default}
 """Operators whose result has the values of their operand, in memory of its own."""
 COMMUTES = {aten.add.Tensor, aten.mul.Tensor}
 """Operators whose two operands may be exchanged without a change of bits."""
-ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
+ALIASES = (aten.alias.default, aten.detach.default)
 """Operators whose result is their operand, in the same memory."""
 RESHAPES = {aten.view.default, aten._unsafe_view.default}
 """Views that read their operand's elements in order, in another shape."""

@@ -34,6 +34,9 @@ def drop_dead(joint: Joint) -> None:
 
 # -- Copies that copy nothing ----------------------------------------------------------------------
 
+_ALIASES = (*ALIASES, aten.lift_fresh.default)
+
+
 def drop_copies_of_outputs(joint: Joint) -> None:
     """Drop the copies that capture put on the outputs; they may change layout without harm.
 
@@ -61,7 +64,7 @@ def drop_copies(joint: Joint) -> None:
         base = node.args[0] if node.args else None
         if not isinstance(base, fx.Node):
             continue
-        same = node.target in ALIASES
+        same = node.target in _ALIASES
         if node.target in COPIES and owner_of(base) not in overwritten \
                 and not (joint.leaves(node) and _is_seen(joint, owner_of(base))):
             a, b = node.meta[VALUE], base.meta[VALUE]
