@@ -38,10 +38,13 @@ from typing import Any
 from unittest import mock
 
 import fused
+import tiles
 import torch
 import transformers
 from beside import add_row, read_rows, step
 from peers import DOCS, Case
+from torch import nn
+from torch.nn import functional as F
 
 import rkmate
 from rkmate.budget import Budget
@@ -86,10 +89,40 @@ class Feature:
     """Fields of `rkmate.Settings` under which it is at work: both sides have them."""
     models: tuple[str, ...] = fused.NAMES
     """Models that it may concern."""
+    concerns: str = ""
+    """What these models have in common, where others have nothing for it to do."""
     stays: str = ""
     """Why it stays even where these figures do not say so; empty: it does not."""
     outputs_are_read: bool = False
     """Whether both sides are of a loop that reads each output of each step."""
+
+
+def _mlp() -> Case:
+    """Six blocks of two linear layers, and a mean squared error."""
+    blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)]
+    return _blocks(tiles.Blocks(blocks, F.mse_loss), (torch.randn(512, 256), torch.randn(512, 256)))
+
+
+def _llama() -> Case:
+    """Two Llama blocks, one sequence of 8,192."""
+    return _blocks(*tiles.MODELS["llama"][1]())
+
+
+def _qwen3() -> Case:
+    """Two layers of Qwen3, one sequence of 4,096, and its loss."""
+    config = transformers.Qwen3Config(
+        vocab_size=1024, hidden_size=256, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=32, max_position_embeddings=4096, use_cache=False)
+    ids = torch.randint(0, 1024, (1, 4096))
+    return Case(transformers.Qwen3ForCausalLM(config), {"input_ids": ids, "labels": ids}, lambda m: [])
+
+
+def _blocks(model: nn.Module, args: tuple[torch.Tensor, ...]) -> Case:
+    return Case(model, dict(zip(("x", "y"), args, strict=True)), lambda m: [])
+
+
+FURTHER: dict[str, Callable[[], Case]] = {"mlp": _mlp, "llama": _llama, "qwen3": _qwen3}
+"""Models of which a feature says that it concerns them, in addition to those of the other benchmarks."""
 
 
 class _Nothing:
@@ -152,12 +185,13 @@ def _unfinished(problem: Problem, schedule: Schedule, budget: int) -> Candidate:
     return Candidate(schedule, result.peak, result.seconds)
 
 
+_HEADS = "output layers whose loss runs a few rows at a time"
+
 FEATURES: dict[str, Feature] = {
     "order in blocks": Feature(
         "several orders of a block's operations are tried, and the one with the smallest peak is taken",
         _without("pipeline.prepare.reordered", lambda parts, stages=(): parts),
-        stays="stays for chains of linear layers: six blocks of an MLP (256, 1,024, 512 rows) take 4.5% less "
-              "memory without recomputation, and their smallest budget is 23% smaller"),
+        models=(*fused.NAMES, "mlp")),
     "larger tiles": Feature(
         "the search runs again where larger tiles would be faster, to make room for them",
         _without("pipeline.attempts.with_larger_tiles", lambda plan, *how: plan)),
@@ -178,25 +212,24 @@ FEATURES: dict[str, Feature] = {
         "a time", without={"tiles": "never"}),
     "scales behind products": Feature(
         "tiles of columns multiply by a root mean square norm's scales behind their products",
-        _without_row(variants, "VARIANTS", "tiled-scales"), models=("t5",),
-        stays="stays for what needs it: the smallest budget of two Llama blocks of 8,192 tokens "
-              "([tiles](tiles.md)) is 7.2% of eager mode's peak instead of 8.6%"),
+        _without_row(variants, "VARIANTS", "tiled-scales"), models=("t5", "llama", "qwen3"),
+        concerns="layers with root mean square norms"),
     "grouped loss": Feature(
         "with gradients in place, a head runs in groups of rows, of which a schedule keeps some",
         _without_row(variants, "VARIANTS", "grouped-loss"),
-        where={"gradients": "in_place"}, models=("gpt", "gpt12", "t5")),
+        where={"gradients": "in_place"}, models=("gpt", "gpt12", "t5"), concerns=_HEADS),
     "ordinary outputs": Feature(
         "a module whose deferred outputs are read in every step is planned again, with ordinary ones",
         where={"deferred_outputs": "never"}, without={"deferred_outputs": "auto"},
-        models=("gpt", "gpt12", "t5"), outputs_are_read=True),
+        models=("gpt", "gpt12", "t5"), concerns=_HEADS, outputs_are_read=True),
     "products of pixels": Feature(
         "with the channels last, convolutions of 1 x 1 are products of matrices",
         _without_row(passes, "REWRITES", "products of pixels"),
-        where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS),
+        where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS, concerns="convolutions"),
     "sums over pixels": Feature(
         "with the channels last, batch norms of large images on a CPU add up by groups of pixels",
         _without_row(passes, "REWRITES", "sums over pixels"),
-        where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS,
+        where={"layouts": "channels_last"}, models=fused.CONVOLUTIONS, concerns="convolutions",
         stays="stays for its bits: without it, statistics are some fifty times less exact"),
 }
 """What turns each of them off, by name."""
@@ -299,12 +332,22 @@ class _Side:
     """Bytes that it needs at least, where there is none."""
 
 
+def _made(model: str, *, small: bool) -> Case:
+    """A model for training, the same each time."""
+    if model in fused.NAMES:
+        return fused.made(model, small=small)
+    torch.manual_seed(0)
+    found = FURTHER[model]()
+    found.model.train()
+    return found
+
+
 class Bench:
     """Plans of one model."""
 
     def __init__(self, model: str, costs: str, *, small: bool, patience: float) -> None:
         self.model, self.costs, self.patience = model, costs, patience
-        self.case: Case = fused.made(model, small=small)
+        self.case = _made(model, small=small)
         self._traced: dict[str, Traced] = {}
         self._found: dict[tuple[str, Budget], _Side] = {}
 
@@ -546,17 +589,26 @@ def page(rows: Sequence[Row]) -> str:
               "\n".join(["| feature | figures |", "|---|---|",
                          *(f"| {name} | {figures} |" for name, figures in ELSEWHERE.items())]) + "\n"]
     for name in dict.fromkeys(row.feature for row in rows):
-        about = FEATURES[name].about if name in FEATURES else "removed"
-        parts += [f"## {name[0].upper()}{name[1:]}\n", f"{about[0].upper()}{about[1:]}.\n",
+        about = _about(FEATURES[name]) if name in FEATURES else "Removed."
+        parts += [f"## {name[0].upper()}{name[1:]}\n", f"{about}\n",
                   table([row for row in rows if row.feature == name]) + "\n"]
     return "\n".join(parts)
+
+
+def _about(feature: Feature) -> str:
+    """What a feature does, and which models it concerns, where these are not all."""
+    text = f"{feature.about[0].upper()}{feature.about[1:]}."
+    others = [name for name in fused.NAMES if name not in feature.models]
+    return text if not feature.concerns else \
+        f"{text} It concerns {feature.concerns}; in {', '.join(others)}, there is nothing for it to do."
 
 
 def main() -> None:
     """Plan, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=fused.NAMES, default=fused.NAMES)
+    parser.add_argument("--models", nargs="+", choices=(*fused.NAMES, *FURTHER),
+                        default=(*fused.NAMES, *FURTHER))
     parser.add_argument("--features", nargs="+", choices=tuple(FEATURES), default=tuple(FEATURES))
     parser.add_argument("--budgets", nargs="+", default=BUDGETS, help="parts of the whole peak, and smallest")
     parser.add_argument("--costs", choices=("measured", "analytic"), default="measured")

@@ -114,21 +114,22 @@ def measure(layers: int, width: int, length: int) -> None:
 
 STAGES = (
     ("capture", "rkmate.pipeline.prepare.capture"),
-    ("passes", "rkmate.pipeline.prepare.simplify"),
-    ("blocks", "rkmate.pipeline.prepare.block"),
+    ("passes, blocks", "rkmate.pipeline.prepare.simplify"),
+    ("passes, blocks", "rkmate.pipeline.prepare.block"),
     ("measuring", "rkmate.pipeline.prepare.measured_costs"),
-    ("costs", "rkmate.pipeline.prepare.with_operation_costs"),
+    ("measuring", "rkmate.pipeline.prepare.with_operation_costs"),
     ("options", "rkmate.pipeline.solve.options_of"),
-    ("chain", "rkmate.pipeline.attempts.solve_more"),
+    ("search", "rkmate.pipeline.attempts.solve_more"),
     ("search", "rkmate.pipeline.attempts.ask"),
+    ("search", "rkmate.pipeline.attempts.with_larger_tiles"),
     ("finishing", "rkmate.planners.default.finished"),
-    ("plan", "rkmate.pipeline.attempts.plan_of"),
-    ("larger tiles", "rkmate.pipeline.attempts.with_larger_tiles"),
-    ("on disk", "rkmate.pipeline.search.recall"),
+    ("finishing", "rkmate.pipeline.attempts.plan_of"),
     ("text", "rkmate.runtime.plan_cache.emit"),
+    ("rest", "rkmate.pipeline.search.recall"),
 )
-"""Stages of planning, each with the function whose calls it consists of, by the name that its caller knows.
-What a stage calls of another one counts there alone."""
+"""Stages of planning, each with the functions whose calls it consists of, by the names that their callers
+know. What a stage calls of another one counts there alone."""
+COLUMNS = (*dict.fromkeys(stage for stage, _ in STAGES), "first step")
 OTHERS = ("efficientnet", "densenet-24", "swin", "hrnet", "unet", "diffusers", "detr", "mixture", "lstm-100",
           "ode-200")
 """Models without equal blocks, or with few. A number after the name: of layers, or of steps."""
@@ -168,22 +169,32 @@ class Clock:
             module = importlib.import_module(place)
             setattr(module, name, self.timed(stage, getattr(module, name)))
 
+    @property
+    def all(self) -> list[float]:
+        """Processor and wall seconds of all stages."""
+        return [sum(spent[k] for spent in self.spent.values()) for k in range(2)]
+
 
 def profile(name: str, width: int, length: int, costs: Any) -> None:
     """Wrap one model at half of its peak and run a step, all stages timed; prints one line of JSON."""
-    spent: dict[str, Any] = {}
-    clock = Clock()
-    begin = time.process_time(), time.perf_counter()
-    importlib.import_module("torch")
-    spent["torch"] = time.process_time() - begin[0], time.perf_counter() - begin[1], 1
-    begin = time.process_time(), time.perf_counter()
+    import planning_models
+
     import rkmate
+    from rkmate.pipeline import search
     from rkmate.torch_seam.trace import load
 
     load()
+    clock = Clock()
     clock.watch()
-    spent["loading"] = time.process_time() - begin[0], time.perf_counter() - begin[1], 1
-    import planning_models
+    variants: list[float] = []
+    look_at = search._Comparison.look_at
+
+    def looked_at(*args: Any) -> None:
+        before = clock.all[0]
+        look_at(*args)
+        variants.append(clock.all[0] - before)
+
+    search._Comparison.look_at = looked_at  # type: ignore[method-assign]
 
     model, args, kwargs = planning_models.made(name, width, length)
     begin = time.process_time(), time.perf_counter()
@@ -194,37 +205,34 @@ def profile(name: str, width: int, length: int, costs: Any) -> None:
     loss = out if hasattr(out, "backward") else out.loss
     loss.sum().backward()
     done = time.process_time() - begin[0], time.perf_counter() - begin[1]
-    spent |= clock.spent
-    spent["rest"] = (*(planned[k] - sum(v[k] for v in clock.spent.values()) for k in range(2)), 1)
-    spent["first step"] = (*(done[k] - planned[k] for k in range(2)), 1)
-    print(json.dumps({"spent": spent, "variant": wrapped.plan.variant, "nodes": dict(wrapped.plan.nodes),
-                      "gap": wrapped.plan.gap, "overhead": wrapped.plan.overhead}))
+    spent = {stage: clock.spent.get(stage, [0.0, 0.0])[0] for stage in COLUMNS}
+    spent["rest"] += planned[0] - clock.all[0]
+    spent["first step"] = done[0] - planned[0]
+    print(json.dumps({"spent": spent, "others": sum(variants[1:]), "planned": planned,
+                      "nodes": dict(wrapped.plan.nodes), "gap": wrapped.plan.gap,
+                      "overhead": wrapped.plan.overhead}))
 
 
 def print_profiles(names: list[str], width: int, length: int) -> None:
-    """Print a table of the stages' seconds for each model and source of costs, in two processes each."""
-    columns = ("torch", "loading", *(stage for stage, _ in STAGES), "rest", "first step")
-    print("Processor seconds (wall seconds), in calls of the stage if more than one.\n")
-    print(f"| model | costs | process | {' | '.join(columns)} | all | captured | unique of blocks |")
-    print("|" + "---|" * (len(columns) + 6))
+    """Print a table of the stages' processor seconds for each model and source of costs, in two processes
+    each."""
+    print(f"| model | captured | unique of blocks | costs | process | {' | '.join(COLUMNS)} "
+          "| of these, other variants | planned, by the clock | overhead, gap |")
+    print("|---" * 3 + "|---" * 2 + "|--:" * (len(COLUMNS) + 3) + "|")
     for name in names:
         for costs in ("measured", "analytic"):
             with tempfile.TemporaryDirectory() as folder:
                 for process in ("first", "second"):
                     found = in_process(folder, "--one", name, "--width", str(width), "--length", str(length),
                                        "--profile", "--costs", costs)
-                    spent, nodes = found["spent"], found["nodes"]
-                    cells = [_cell(spent.get(column)) for column in columns]
-                    total = [sum(v[k] for v in spent.values()) for k in range(2)]
-                    print(f"| {name} | {costs} | {process} | {' | '.join(cells)} | {_cell((*total, 1))} "
-                          f"| {nodes['captured']} | {nodes['unique']} of {nodes['blocks']} |", flush=True)
-
-
-def _cell(spent: Any) -> str:
-    if spent is None:
-        return ""
-    processor, wall, calls = spent
-    return f"{processor:.2f} ({wall:.2f})" + (f" in {calls}" if calls > 1 else "")
+                    nodes, gap = found["nodes"], found["gap"]
+                    blocks = f"{nodes['unique']} of {nodes['blocks']}"
+                    seconds = [*(found["spent"][column] for column in COLUMNS), found["others"]]
+                    cells = ["" if each < 0.005 else f"{each:.2f}" for each in seconds]
+                    print(f"| {name} | {nodes['captured']} | {blocks} | {costs} "
+                          f"| {process} | {' | '.join(cells)} | {found['planned'][1]:.2f} "
+                          f"| {found['overhead']:+.1%}, {'none known' if gap is None else f'{gap:.1%}'} |",
+                          flush=True)
 
 
 # -- What a user waits for -------------------------------------------------------------------------

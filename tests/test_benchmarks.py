@@ -383,7 +383,7 @@ def test_every_switch_turns_something_off(on_the_path: None) -> None:
         with how.off():
             assert (state() != before) is not bool(how.without), name
         assert state() == before
-        assert how.about and set(how.models) <= {*ablation.fused.NAMES}
+        assert how.about and set(how.models) <= {*ablation.fused.NAMES, *ablation.FURTHER}
         rkmate.Settings(**{**how.where, **how.without})
     with ablation.FEATURES["save-set"].off():
         assert search.find_planner("rockmate").save_set.plan(None, 1).status == "infeasible"

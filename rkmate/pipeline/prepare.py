@@ -313,7 +313,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     if settings.offload is not None:
         settings.offload.check(device)
     if captured is None:
-        with gc_pause(), progress.stage("capturing", None), capture_lock:
+        then = "searching" if settings.costs == "analytic" else "measuring and searching"
+        with gc_pause(), progress.stage("capturing", None, then=then), capture_lock:
             captured = capture(model, args, kwargs, settings.opaque)
     settings = settings_that_keep(settings, captured)
     trains = trains_of(model, captured, settings.trains)
@@ -414,7 +415,7 @@ def measured_costs(blocked: Blocked, memory: CostMemory, settings: MeasureSettin
     bytes that measuring may take."""
     traced, parts = blocked.traced, blocked.partition
     compile_all(parts.program.operation, traced.progress)
-    with traced.progress.stage("measuring", len(parts.blocks)) as tick, capture_lock:
+    with traced.progress.stage("measuring", len(parts.blocks), then="searching") as tick, capture_lock:
         try:
             return measured_within(
                 lambda room: measure(

@@ -96,7 +96,7 @@ def options_of(prepared: Prepared) -> tuple[OptionSet, ...]:
     """Return the options of the blocks of each class. They take at most half of the time that is left."""
     graphs, traced = prepared.class_graphs, prepared.blocked.traced
     seconds = None if math.isinf(traced.until) else max(0.0, traced.until - time.perf_counter()) / 2
-    with traced.progress.stage("solving blocks", len(graphs)) as tick:
+    with traced.progress.stage("solving blocks", len(graphs), then="searching") as tick:
         return tuple(solve_options(graphs, prepared.settings.options, seconds=seconds,
                                    on_progress=lambda done, total: tick(done)))
 

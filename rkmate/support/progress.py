@@ -96,12 +96,13 @@ class Progress:
         """Text after the names of stages: which of several rounds of them runs."""
 
     @contextmanager
-    def stage(self, name: str, total: int | None, *,
-              at_most: float | None = None) -> Iterator[Callable[[int], None]]:
+    def stage(self, name: str, total: int | None, *, at_most: float | None = None,
+              then: str = "") -> Iterator[Callable[[int], None]]:
         """Show a stage of `total` parts. Call the yielded function with the number of parts done. `at_most`:
-        seconds that the stage may take, if that is known."""
+        seconds that the stage may take, if that is known. `then`: the stages that follow."""
         plain = _PLAIN if at_most is None else f"{_PLAIN} of at most {at_most:.0f} s"
-        with self._shown(f"{name}{self.part}", total, _COUNTED if total else plain) as (bar, _):
+        line = (_COUNTED if total else plain) + (f"; then {then}" if then else "")
+        with self._shown(f"{name}{self.part}", total, line) as (bar, _):
             def tick(done: int) -> None:
                 bar.update(max(0, done - bar.n))
             yield tick

@@ -44,9 +44,9 @@ def test_a_terminal_sees_the_stages_and_how_far_they_are(monkeypatch: pytest.Mon
     model, (ids,) = tower(2)
     plan(model, ids, "measured", settings=Settings(options=OptionSettings()))  # takes a while
     text = terminal.getvalue()
-    assert "rkmate: capturing, 00:0" in text
+    assert re.search(r"rkmate: capturing, 00:\d\d; then measuring and searching", text)
     assert "rkmate: measuring: 0 of" in text
-    assert re.search(r"rkmate: solving blocks: (\d+) of \1 .* left", text)
+    assert re.search(r"rkmate: solving blocks: (\d+) of \1 .* left; then searching", text)
     assert "rkmate: searching, 00:0" in text
     assert text.endswith("\r")                     # the lines of stages that are done are taken away
 

@@ -20,7 +20,7 @@ import rkmate
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import forked
+from tests.distributed.ranks import forked
 from tests.semantics.steps import Tower, noting_segments, planned
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),

@@ -28,8 +28,8 @@ from rkmate.ilp import OptionSettings
 from rkmate.measure.runs import Timings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
+from tests.distributed.ranks import Found, are_equal, steps
 from tests.semantics.batch_norm_kernels import SynchronizedNorm
-from tests.semantics.ranks import Found, are_equal, steps
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]

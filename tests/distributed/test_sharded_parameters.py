@@ -26,7 +26,7 @@ from rkmate.planners.settings import PlannerSettings
 from rkmate.show.replay import replay
 from rkmate.torch_seam import collectives
 from rkmate.torch_seam.collectives import functional
-from tests.semantics.ranks import Found
+from tests.distributed.ranks import Found
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]

@@ -30,7 +30,7 @@ from rkmate.planners.settings import PlannerSettings
 from rkmate.runtime import agreement
 from rkmate.runtime.agreement import COMMUNICATES, SHARDED, SHARED, Advice, Ranks, Signs
 from rkmate.torch_seam.trace import meeting_place
-from tests.semantics.ranks import Found
+from tests.distributed.ranks import Found
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]

@@ -20,7 +20,7 @@ from rkmate.ilp import OptionSettings
 from rkmate.measure.runs import Timings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, Net, parallel_in_sequence, whole
+from tests.distributed.ranks import Found, Net, parallel_in_sequence, whole
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes"), pytest.mark.slow]

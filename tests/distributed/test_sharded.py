@@ -22,7 +22,7 @@ from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
 from rkmate.torch_seam.memory import is_profiling
-from tests.semantics.ranks import Found
+from tests.distributed.ranks import Found
 
 # Gloo's threads let go of buffers late, by chance: what the measured step shows differs from run to run.
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),

@@ -19,7 +19,7 @@ from rkmate import device as devices
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found
+from tests.distributed.ranks import Found
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]

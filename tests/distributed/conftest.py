@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.semantics.ranks import Found, found_by_ranks
+from tests.distributed.ranks import Found, found_by_ranks
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import rkmate
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.semantics.ranks import Found, are_equal, steps, whole
+from tests.distributed.ranks import Found, are_equal, steps, whole
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]

@@ -21,7 +21,7 @@ from benchmarks.ranks import GPT, sharded
 from rkmate import device as devices
 from rkmate.parts.sharded import LATER
 from rkmate.pipeline.settings import Settings
-from tests.semantics.ranks import Found, whole
+from tests.distributed.ranks import Found, whole
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
