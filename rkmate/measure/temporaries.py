@@ -14,9 +14,8 @@ from rkmate import device as devices
 from rkmate.device.random_state import STATE_BYTES, unchanged_random_state
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of, random_state
 from rkmate.graph.ops.temporaries import bytes_on_gpu, temporaries_of
-from rkmate.graph.passes.cluster import Cluster
-from rkmate.graph.passes.kernels import Alternative
-from rkmate.graph.passes.tiles.tiled import InTiles
+from rkmate.graph.passes.fusion import Cluster
+from rkmate.graph.passes.tiles.tiled import Alternative, InTiles
 from rkmate.ir.cd import Cost
 from rkmate.torch_seam.nodes import VALUE
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from rkmate.errors import WishError
 from rkmate.graph.blocks.lower import storage_bytes
-from rkmate.graph.passes.cluster import Cluster
+from rkmate.graph.passes.fusion import Cluster
 from rkmate.ir.cd import CNode, Cost
 from rkmate.ir.kernels import by_own_kernels, fastest, seconds_to_gain, seconds_to_save
 from rkmate.ir.plan import Run

@@ -28,7 +28,7 @@ from rkmate.graph.blocks.wishes import Wishes, check_names, wishes_of
 from rkmate.graph.capture.captured import Capture, Source
 from rkmate.graph.capture.refusals import refuse_gradients_in_place
 from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
-from rkmate.graph.passes.cluster import Cluster
+from rkmate.graph.passes.fusion import Cluster
 from rkmate.graph.passes.once import unrepeatable
 from rkmate.graph.passes.table import simplify
 from rkmate.graph.sizes.again import capture, once_of

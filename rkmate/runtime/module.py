@@ -14,7 +14,7 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.device import Statistics
-from rkmate.device.statistics import PeakWatch
+from rkmate.device.protocol import PeakWatch
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.answers import OtherAnswer
 from rkmate.graph.capture.refusals import refuse_data_parallelism, refuse_flat_parameters

@@ -9,7 +9,7 @@ from torch import nn
 import rkmate
 from rkmate import device as devices
 from rkmate.device import Device, cpu, cuda
-from rkmate.device.statistics import PeakWatch
+from rkmate.device.protocol import PeakWatch
 from rkmate.measure.step import measure_peak
 from tests.device.fake import FakeDevice, Ledger
 

@@ -21,7 +21,7 @@ from rkmate.graph.ops.collectives import is_collective
 from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.in_place import InPlace, in_place_ways
 from rkmate.graph.passes.joint import Joint, adds
-from rkmate.graph.passes.kernels import Alternative, alternatives
+from rkmate.graph.passes.tiles.tiled import Alternative, alternatives
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.torch_seam.nodes import VALUE, is_backward
 

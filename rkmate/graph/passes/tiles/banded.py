@@ -14,8 +14,7 @@ from torch import fx
 
 from rkmate.graph.passes.joint import owner_of
 from rkmate.graph.passes.tiles.pieces import Band
-from rkmate.graph.passes.tiles.source import Result, add_product, new_tensor, statement
-from rkmate.graph.passes.tiles.steps import peak_bytes, steps_of
+from rkmate.graph.passes.tiles.source import Result, add_product, new_tensor, peak_bytes, statement, steps_of
 from rkmate.graph.passes.tiles.tiled import InTiles
 from rkmate.ir.calls import Writer
 from rkmate.torch_seam.nodes import VALUE

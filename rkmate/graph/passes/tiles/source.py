@@ -1,19 +1,104 @@
-"""A tiled computation as a Python function: its statements, and the loop over tiles around them."""
+"""A tiled computation as a Python function: the operations of one tile, what each of them overwrites and
+frees, their statements, and the loop over tiles around them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
+from rkmate.graph.passes.in_place import InPlace, in_place_ways
+from rkmate.graph.passes.joint import owner_of
 from rkmate.graph.passes.node_calls import call_of, operator_of
-from rkmate.graph.passes.tiles.steps import Step, steps_of
 from rkmate.ir.calls import Writer
 from rkmate.torch_seam.nodes import VALUE
 
 aten = torch.ops.aten
+
+
+# -- The operations of one tile --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation of a tile."""
+
+    node: fx.Node
+    way: InPlace | None
+    """How it writes its result over an operand that ends with it."""
+    ends: tuple[fx.Node, ...]
+    """Values that nobody reads after it."""
+
+
+def steps_of(graph: fx.Graph, held: Collection[fx.Node] = ()) -> tuple[Step, ...]:
+    """Return the operations of a tile's graph. `held`: results that are put where they belong after the last
+    operation."""
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    at = {n: k for k, n in enumerate(nodes)}
+    # A result is put where it belongs at once, so that it counts as read where it is made.
+    last = {n: len(nodes) - 1 if n in held else max((at[u] for u in n.users if u in at), default=at[n])
+            for n in nodes}
+    owner = {n: owner_of(n) for n in graph.nodes if n.op != "output"}
+    storage_ends: dict[fx.Node, int] = {}
+    for n in nodes:
+        storage_ends[owner[n]] = max(storage_ends.get(owner[n], 0), last[n])
+    made = []
+    for k, node in enumerate(nodes):
+        way = next((w for w in in_place_ways(node, owner.__getitem__)
+                    if storage_ends.get(owner[_argument(node, w)]) == k
+                    and owner[_argument(node, w)].op == "call_function"), None)
+        if way is not None:                    # the result lives there from now on
+            old = owner[_argument(node, way)]
+            storage_ends[old] = storage_ends[owner[node]]
+            owner = {n: old if o is node else o for n, o in owner.items()}
+        ends = dict.fromkeys([n for n in node.all_input_nodes if n in last and last[n] == k])
+        made.append(Step(node, way, (*ends, *((node,) if last[node] == k else ()))))
+    return tuple(made)
+
+
+def _argument(node: fx.Node, way: InPlace) -> fx.Node:
+    found = node.args[way.argument]
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def peak_bytes(graph: fx.Graph, added: Collection[fx.Node], inside: Callable[[fx.Node], int],
+               held: Collection[fx.Node] = ()) -> int:
+    """Return the most bytes that a tile's own values take at once. `added`: products that are added to their
+    sum in place. `inside`: the temporaries of an operation. `held`: see `steps_of`."""
+    live = peak = 0
+    taken: dict[fx.Node, int] = {}
+    count: dict[fx.Node, int] = {}
+    owner: dict[fx.Node, fx.Node] = {}
+    for step in steps_of(graph, held):
+        node = step.node
+        base = _argument(node, step.way) if step.way is not None else owner_of(node)
+        owner[node] = owner.get(base, base) if base is not node else node
+        if owner[node] is node:
+            taken[node] = 0 if node in added else _bytes(node.meta[VALUE])
+            live += taken[node]
+        count[owner[node]] = count.get(owner[node], 0) + 1
+        peak = max(peak, live + inside(node))
+        for n in step.ends:
+            if n in owner:
+                count[owner[n]] -= 1
+                if not count[owner[n]]:
+                    live -= taken.pop(owner[n], 0)
+    return peak
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return int(value.untyped_storage().nbytes())
+    return 0                                   # several results are counted where they are taken apart
+
+
+
+
+# -- Statements ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -169,4 +254,3 @@ def statement(step: Step, write: Writer) -> str:
         if step.way.swapped:
             args[:2] = reversed(args[:2])
     return f"{node.name} = {write(call_of(target, args, kwargs))}"
-

@@ -1,25 +1,27 @@
 """A region of the joint graph as one computation: the operations on one tile, and the combination of the
-tiles."""
+tiles; and the kernels of an operation that works part by part, of fewer and larger parts."""
 
 from __future__ import annotations
 
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from rkmate.graph.ops.norms import BATCH_NORM_BACKWARD
 from rkmate.graph.passes.node_calls import OwnFunction
 from rkmate.graph.passes.tiles import source
-from rkmate.graph.passes.tiles.source import Give, Result
-from rkmate.graph.passes.tiles.steps import peak_bytes
+from rkmate.graph.passes.tiles.source import Give, Result, peak_bytes
 from rkmate.ir.calls import Writer
 from rkmate.support.generated import load
 from rkmate.torch_seam.nodes import VALUE
+
+aten = torch.ops.aten
 
 
 class InTiles(OwnFunction):
@@ -158,3 +160,58 @@ def _compiled(text: str, name: str) -> Callable[..., Any]:
     made: Callable[..., Any] = load(
         text, f"<{name}>", {"torch": torch, "aten": torch.ops.aten, "rkmate": torch.ops.rkmate})[name]
     return made
+
+
+
+
+# -- Fewer and larger parts ------------------------------------------------------------------------
+#
+# The graph contains the variant that needs the least memory. The kernel is chosen at each step of a schedule,
+# where the free memory is known (`rkmate.ir.kernels`).
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another kernel of an operation that works part by part: fewer and larger parts, more memory."""
+
+    target: Any
+    """The operator."""
+    args: tuple[Any, ...]
+    overhead: int
+    """Bytes of temporary memory, at most."""
+
+
+def whole_batch_norm(node: fx.Node) -> tuple[Alternative, ...]:
+    """Return torch's call for the gradients of a batch norm, with the same bits: it allocates the first of
+    them twice, and overwrites nothing."""
+    grad, input, weight, mean, invstd, eps = node.args
+    value = input.meta[VALUE]  # type: ignore[union-attr]
+    return (Alternative(aten.native_batch_norm_backward.default,
+                        (grad, input, weight, None, None, mean, invstd, True, eps, [True] * 3),
+                        value.numel() * value.element_size()),)
+
+
+KERNELS: Mapping[Any, Callable[[fx.Node], tuple[Alternative, ...]]] = {
+    BATCH_NORM_BACKWARD: whole_batch_norm,
+}
+"""Functions that return the alternatives, by operator. The parts of a plain cross entropy are as fast as
+torch's kernel."""
+FEWER = 4
+"""Factor between the parts of one alternative and the next: a useful difference."""
+
+
+def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
+    """Return the other kernels of an operation, the smallest memory first; none if it has only one."""
+    if isinstance(node.target, InTiles):
+        return _of_tiles(node, node.target)
+    find = KERNELS.get(node.target)
+    return () if find is None else find(node)
+
+
+def _of_tiles(node: fx.Node, tiled: InTiles) -> tuple[Alternative, ...]:
+    """Return the operation in fewer tiles."""
+    found: list[InTiles] = []
+    with node.all_input_nodes[0].meta[VALUE].fake_mode:
+        while (fewer := (found[-1] if found else tiled).fewer(FEWER)) is not None:
+            found.append(fewer)
+    return tuple(Alternative(t, node.args, t.tile_bytes(lambda n: 0)) for t in found)

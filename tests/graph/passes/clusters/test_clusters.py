@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.device import inductor
-from rkmate.graph.passes import cluster
+from rkmate.graph.passes import fusion
 from rkmate.ir.cd import Cost
 from rkmate.measure import temporaries
 from rkmate.measure.settings import MeasureSettings
@@ -45,9 +45,9 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, deterministic: None) -> Iterator
     monkeypatch.setattr(inductor, "_compiled", lambda function, forms: lambda tensors: function(*tensors))
     monkeypatch.setattr(temporaries, "_bytes", lambda group, threads: 0)
     monkeypatch.setattr(inductor, "_known", type(inductor._known)())
-    cluster._made.cache_clear()
+    fusion._loaded.cache_clear()
     yield
-    cluster._made.cache_clear()
+    fusion._loaded.cache_clear()
 
 
 def new_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_as_many_groups_are_compiled_for_any_depth(uncompiled: None, monkeypatch
     counts = []
     for depth in depths:
         monkeypatch.setattr(inductor, "_known", {})
-        cluster._made.cache_clear()
+        fusion._loaded.cache_clear()
         before = inductor.compiled
         wrap(layers(depth), costs="analytic")
         counts.append(inductor.compiled - before)
@@ -240,7 +240,7 @@ def test_each_result_has_a_storage_of_its_own(uncompiled: None) -> None:
     assert [float(r[0, 0]) for r in results] == [2, 2, 1, 1]
 
 
-def sines() -> cluster.Cluster:
+def sines() -> fusion.Cluster:
     """Three operations on 256 numbers."""
     graph = fx.Graph()
     nodes = [graph.placeholder("x")]
@@ -249,14 +249,14 @@ def sines() -> cluster.Cluster:
     for node in nodes:
         node.meta["val"] = torch.empty(256)
     graph.output((nodes[-1],))
-    return cluster.Cluster(graph)
+    return fusion.Cluster(graph)
 
 
 def test_counted_costs_know_what_a_group_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is written, this one holds two values beside its result."""
     monkeypatch.setattr(inductor, "_compiled", lambda function, forms: lambda tensors: function(*tensors))
     monkeypatch.setattr(inductor, "_known", {})
-    cluster._made.cache_clear()
+    fusion._loaded.cache_clear()
     temporaries._bytes.cache_clear()
     group = sines()
     graph = fx.Graph()
@@ -265,7 +265,7 @@ def test_counted_costs_know_what_a_group_takes(monkeypatch: pytest.MonkeyPatch) 
     found = temporaries.with_memory_of_groups([node, other], costs)
     assert found == {0: Cost(1.0, 2048), 1: Cost(1.0, 16)}
     temporaries._bytes.cache_clear()
-    cluster._made.cache_clear()
+    fusion._loaded.cache_clear()
 
 
 def test_other_strides_than_were_traced(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
