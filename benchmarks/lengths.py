@@ -1,6 +1,7 @@
-"""What a new sequence length costs: planning time for each, and a training run over many of them.
+"""What a new sequence length costs: planning time for each, and training runs over many of them; resident
+memory and planning time as their number grows.
 
-    python benchmarks/lengths.py [--lengths 24] [--layers 12] [--budget 0.6]
+    python benchmarks/lengths.py [--lengths 24] [--layers 12] [--budget 0.6] [--random 200]
 
 Times are processor time of one thread, in seconds; run it on a machine that does nothing else.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import copy
 import random
+import resource
+import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -74,8 +77,16 @@ def toy(count: int, budget: float) -> None:
           f"{new.seconds:.1f} s")
 
 
-def gpt2(layers: int, budget: float) -> None:
-    """Planning alone, of a model of transformers."""
+def padded(words: int, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """A batch of texts that are padded to the longest one on the right, as collators make it."""
+    ids = torch.randint(1, words, (rows, length))
+    ends = torch.tensor([length, *torch.randint(length // 2, length, (rows - 1,)).tolist()])
+    mask = (torch.arange(length) < ends[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.where(mask > 0, -100)}
+
+
+def gpt2(layers: int, budget: float, *, masked: bool) -> None:
+    """Planning alone, of a model of transformers. `masked`: with attention masks."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=layers, n_embd=64, n_head=4, vocab_size=512, n_positions=512,
@@ -83,11 +94,13 @@ def gpt2(layers: int, budget: float) -> None:
     model = GPT2LMHeadModel(config).train()
 
     def sample(n: int) -> dict[str, torch.Tensor]:
+        if masked:
+            return padded(512, 2, n)
         x = torch.randint(0, 512, (2, n))
         return {"input_ids": x, "labels": x}
 
     seconds, wrapped = timed(lambda: rkmate.wrap(model, (), sample(64), budget=budget, progress=False))
-    print(f"GPT-2, {layers} layers: first length {seconds:.2f} s")
+    print(f"GPT-2, {layers} layers{', masks' if masked else ''}: first length {seconds:.2f} s")
     for n in (96, 80, 128, 48, 100):
         inputs = sample(n)
         new, _ = timed(lambda inputs=inputs: wrapped(**inputs))        # type: ignore[misc]
@@ -95,17 +108,49 @@ def gpt2(layers: int, budget: float) -> None:
         print(f"  length {n}: {new - step:.2f} s ({wrapped.plan.note or 'searched'})")
 
 
+def many(count: int, budget: float) -> None:
+    """Train a Llama of one layer in `count` random lengths with masks, two steps each; prints how memory and
+    seconds develop."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    random.seed(0)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=2048, use_cache=False)).train()
+    lengths = random.sample(range(32, 1024), count)
+    wrapped = rkmate.wrap(model, (), padded(512, 2, lengths[0]), budget=budget, progress=False,
+                          settings=rkmate.Settings(kept_plans_bytes=8 << 20))
+    spent: list[float] = []
+    for k, length in enumerate(lengths):
+        inputs = padded(512, 2, length)
+        both = [timed(lambda inputs=inputs: wrapped(**inputs).loss.backward())[0]  # type: ignore[misc]
+                for _ in range(2)]
+        model.zero_grad(set_to_none=True)
+        spent.append(both[0] - both[1])
+        if (k + 1) % (count // 5) == 0:
+            with open("/proc/self/statm") as file:
+                resident = int(file.read().split()[1]) * resource.getpagesize() >> 20
+            print(f"  {k + 1} lengths: {resident} MiB resident, {statistics.median(spent):.2f} s for a new one",
+                  flush=True)
+            spent.clear()
+
+
 def main() -> None:
-    """Both."""
+    """Run all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, default=24)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--budget", type=float, default=0.6)
+    parser.add_argument("--random", type=int, default=200, help="random lengths; 0: none")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     toy(arguments.lengths, arguments.budget)
-    gpt2(arguments.layers, arguments.budget)
+    for masked in (False, True):
+        gpt2(arguments.layers, arguments.budget, masked=masked)
+    if arguments.random:
+        many(arguments.random, arguments.budget)
 
 
 if __name__ == "__main__":

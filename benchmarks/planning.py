@@ -208,31 +208,33 @@ def profile(name: str, width: int, length: int, costs: Any) -> None:
     spent = {stage: clock.spent.get(stage, [0.0, 0.0])[0] for stage in COLUMNS}
     spent["rest"] += planned[0] - clock.all[0]
     spent["first step"] = done[0] - planned[0]
-    print(json.dumps({"spent": spent, "others": sum(variants[1:]), "planned": planned,
-                      "nodes": dict(wrapped.plan.nodes), "gap": wrapped.plan.gap,
+    print(json.dumps({"spent": spent, "others": sum(variants[1:]), "planned": planned[1],
+                      "captured": wrapped.plan.nodes["captured"], "gap": wrapped.plan.gap,
                       "overhead": wrapped.plan.overhead}))
 
 
 def print_profiles(names: list[str], width: int, length: int) -> None:
-    """Print a table of the stages' processor seconds for each model and source of costs, in two processes
-    each."""
-    print(f"| model | captured | unique of blocks | costs | process | {' | '.join(COLUMNS)} "
-          "| of these, other variants | planned, by the clock | overhead, gap |")
-    print("|---" * 3 + "|---" * 2 + "|--:" * (len(COLUMNS) + 3) + "|")
+    """Print a table of the stages' processor seconds for each model and source of costs. The last columns are
+    seconds by the clock, until there is a planned module: in the first process, and in a second one that
+    finds on disk what the first has left, with its capture alone beside."""
+    print(f"| model | captured | costs | {' | '.join(COLUMNS)} | other variants | planned "
+          "| second process: planned | its capture | overhead, gap |")
+    print("|---|--:|---" + "|--:" * (len(COLUMNS) + 5) + "|")
     for name in names:
         for costs in ("measured", "analytic"):
             with tempfile.TemporaryDirectory() as folder:
-                for process in ("first", "second"):
-                    found = in_process(folder, "--one", name, "--width", str(width), "--length", str(length),
-                                       "--profile", "--costs", costs)
-                    nodes, gap = found["nodes"], found["gap"]
-                    blocks = f"{nodes['unique']} of {nodes['blocks']}"
-                    seconds = [*(found["spent"][column] for column in COLUMNS), found["others"]]
-                    cells = ["" if each < 0.005 else f"{each:.2f}" for each in seconds]
-                    print(f"| {name} | {nodes['captured']} | {blocks} | {costs} "
-                          f"| {process} | {' | '.join(cells)} | {found['planned'][1]:.2f} "
-                          f"| {found['overhead']:+.1%}, {'none known' if gap is None else f'{gap:.1%}'} |",
-                          flush=True)
+                found, again = (in_process(folder, "--one", name, "--width", str(width), "--length",
+                                           str(length), "--profile", "--costs", costs) for _ in range(2))
+            gap = "none known" if found["gap"] is None else f"{found['gap']:.1%}"
+            cells = [_cell(each) for each in (
+                *(found["spent"][column] for column in COLUMNS), found["others"], found["planned"],
+                again["planned"], again["spent"]["capture"])]
+            print(f"| {name} | {found['captured']:,} | {costs} | {' | '.join(cells)} "
+                  f"| {found['overhead']:+.1%}, {gap} |", flush=True)
+
+
+def _cell(seconds: float) -> str:
+    return "" if seconds < 0.05 else f"{seconds:.1f}"
 
 
 # -- What a user waits for -------------------------------------------------------------------------
