@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
+import gc
 import random
 import resource
 import statistics
@@ -108,6 +110,12 @@ def gpt2(layers: int, budget: float, *, masked: bool) -> None:
         print(f"  length {n}: {new - step:.2f} s ({wrapped.plan.note or 'searched'})")
 
 
+def resident() -> int:
+    """MiB of the process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() >> 20
+
+
 def many(count: int, budget: float) -> None:
     """Train a Llama of one layer in `count` random lengths with masks, two steps each; prints how memory and
     seconds develop."""
@@ -129,10 +137,11 @@ def many(count: int, budget: float) -> None:
         model.zero_grad(set_to_none=True)
         spent.append(both[0] - both[1])
         if (k + 1) % (count // 5) == 0:
-            with open("/proc/self/statm") as file:
-                resident = int(file.read().split()[1]) * resource.getpagesize() >> 20
-            print(f"  {k + 1} lengths: {resident} MiB resident, {statistics.median(spent):.2f} s for a new one",
-                  flush=True)
+            before = resident()
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            print(f"  {k + 1} lengths: {before} MiB resident, {resident()} without what the allocator holds, "
+                  f"{statistics.median(spent):.2f} s for a new one", flush=True)
             spent.clear()
 
 

@@ -41,7 +41,8 @@ def reordered(parts: Partition, stages: Sequence[Block] = ()) -> Partition:
     orders = []
     for block in parts.blocks:
         local = {i: k for k, i in enumerate(block.c)}
-        chains = tuple(tuple(local[i] for i in chain if i in local) for chain in chained)
+        inside = (tuple(local[i] for i in chain if i in local) for chain in chained)
+        chains = tuple(chain for chain in inside if len(chain) > 1)
         groups = tuple(_runs([stage.get(i) for i in block.c], block.graph) if stages else ())
         key = _shape(block, (chains, groups))
         if key not in known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -106,3 +107,13 @@ def test_gradients_of_one_parameter_are_made_in_their_order() -> None:
     makers = [cd.c[cd.producer[j] or 0].name for j in shared]
     names = [c.name for c in reordered(parts).program.cd.c]
     assert [n for n in names if n in makers] == makers
+
+
+def test_equal_blocks_are_put_in_order_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cd = trained(chain(24), [1, 3] * 12, [True] * 24)
+    parts = partition(program_of(cd), CutSettings(4, 4))
+    asked: list[CDGraph] = []
+    monkeypatch.setattr("rkmate.graph.blocks.order.better_order",
+                        lambda graph, *how: [asked.append(graph), *better_order(graph, *how)][1:])
+    reordered(parts)
+    assert len(parts.blocks) >= 6 and len(asked) <= 3      # the first, the last, and those in between

@@ -124,8 +124,9 @@ class Shift:
 
 def shift_of(seed: fx.Node, late: Collection[fx.Node], leaving: Collection[fx.Node]) -> Shift | None:
     """Return the shift that leaves rows out of a wide product; None if all rows are read."""
-    cut = next((c for n in (seed, *readers_of([seed])) if n not in late and (
-        c := _cut(n, seed.meta[VALUE].shape)) is not None and n.target is aten.slice.Tensor), None)
+    cuts = {n: c for n in seed.graph.find_nodes(op="call_function", target=aten.slice.Tensor)
+            if n not in late and (c := _cut(n, seed.meta[VALUE].shape)) is not None}
+    cut = next((cuts[n] for n in readers_of([seed]) if n in cuts), None) if cuts else None
     if cut is None:
         return None
     # The product's own backward reads none of its values: it is found from where it comes in.
@@ -275,7 +276,8 @@ def tile_heads(joint: Joint) -> None:
         while (shift := next(_shifts(joint), None)) is not None:
             leave_out(joint, shift, late_nodes(joint), joint.results())
             drop_dead(joint)
-    found = seeds_of(joint.graph, _is_seed, lambda seed: _region(joint, seed))
+    late, leaving = late_nodes(joint), joint.results()
+    found = seeds_of(joint.graph, _is_seed, lambda seed: _region(seed, late, leaving))
     names = [joint.name(weight_of(seed)) for seed in found]
     if "chunked-loss" in joint.choices:
         names = [name for name, seed in zip(names, found, strict=True)
@@ -287,7 +289,8 @@ def tile_heads(joint: Joint) -> None:
 
 def heads_of(joint: Joint) -> set[fx.Node]:
     """Return the operations of the heads that `tile_heads` lets run a few rows at a time."""
-    return {n for seed in seeds_of(joint.graph, _is_seed, lambda seed: _region(joint, seed))
+    late, leaving = late_nodes(joint), joint.results()
+    return {n for seed in seeds_of(joint.graph, _is_seed, lambda seed: _region(seed, late, leaving))
             for n in grow(seed).forms}
 
 
@@ -295,9 +298,10 @@ def _tiled(joint: Joint, seed: fx.Node) -> bool:
     """Let the head of a product run a few rows at a time. False, and nothing is changed, where it cannot."""
     undo = [by_rows(joint, node) for node in list(grow(seed).forms)
             if node.target is aten.nll_loss_forward.default]
-    region, in_place = _region(joint, seed), "in-place" in joint.choices
+    leaving, in_place = joint.results(), "in-place" in joint.choices
+    region = _region(seed, late_nodes(joint), leaving)
     if region is not None:
-        apart = _with_bases(_seen(joint, region))
+        apart = _with_bases(_seen(region, leaving))
         if (in_place and "grouped-loss" in joint.choices and in_groups(joint, region, seed, apart)) or tile(
                 joint, region, "head", default_parts(region, seed.meta[VALUE]), apart=apart,
                 in_forward=not in_place):
@@ -323,12 +327,13 @@ def _is_seed(node: fx.Node) -> bool:
     return bool(node.meta[VALUE].shape[1] > _WIDER * x.meta[VALUE].shape[1])
 
 
-def _region(joint: Joint, seed: fx.Node) -> Region | None:
+def _region(seed: fx.Node, late: Collection[fx.Node], leaving: Collection[fx.Node]) -> Region | None:
     """Return the region of a head; None if the product is not a head's: nothing narrow depends on it, its
-    result goes on through another product, or others read, or partly make, the gradient of its logits."""
-    late, leaving = late_nodes(joint), joint.results()
+    result goes on through another product, or others read, or partly make, the gradient of its logits.
+    `late`, `leaving`: what depends on a gradient, and what leaves the graph (`late_nodes`,
+    `Joint.results`)."""
     region = grow(seed)
-    seen = _seen(joint, region)
+    seen = _seen(region, leaving)
     if any(n in late for n in seen) or any(
             n in late and n not in region.forms and form != WHOLE and region.wide(n)
             for made in region.forms for n, form in region.needs(made).items()):
@@ -342,9 +347,9 @@ def _region(joint: Joint, seed: fx.Node) -> Region | None:
     return region
 
 
-def _seen(joint: Joint, region: Region) -> list[fx.Node]:
-    """Return the region's wide values that others read, or that leave the graph."""
-    return [n for n in region.results(joint.results()) if region.wide(n) and n not in region.sums]
+def _seen(region: Region, leaving: Collection[fx.Node]) -> list[fx.Node]:
+    """Return the region's wide values that others read, or that are among those that leave the graph."""
+    return [n for n in region.results(leaving) if region.wide(n) and n not in region.sums]
 
 
 def _with_bases(nodes: Collection[fx.Node]) -> set[fx.Node]:
@@ -392,11 +397,12 @@ MOST_PARTS = 256
 
 def tile_mlps(joint: Joint) -> None:
     """Note the weights of wide MLPs; let the MLPs run a few rows at a time where that is asked for."""
-    found = seeds_of(joint.graph, _is_wide_mlp, lambda seed: _mlp(joint, seed))
+    late, leaving = late_nodes(joint), joint.results()
+    found = seeds_of(joint.graph, _is_wide_mlp, lambda seed: _mlp(seed, late, leaving))
     names = [joint.name(weight_of(seed)) for seed in found]
     if "tiled-mlps" in joint.choices:
         names = [name for name, seed in zip(names, found, strict=True)
-                 if (region := _mlp(joint, seed)) is not None
+                 if (region := _mlp(seed, late_nodes(joint), joint.results())) is not None
                  and tile(joint, region, "mlp", parts_of(region), in_forward=False)]
     joint.concerned["tiled-mlps"] = tuple(dict.fromkeys(names))
 
@@ -414,12 +420,12 @@ def _is_wide_mlp(node: fx.Node) -> bool:
     return bool(width > x.meta[VALUE].shape[1] and rows >= 2 * ROWS)
 
 
-def _mlp(joint: Joint, seed: fx.Node) -> Region | None:
+def _mlp(seed: fx.Node, late: Collection[fx.Node], leaving: Collection[fx.Node]) -> Region | None:
     """Return the region of an MLP; None if the product is not an MLP's: it depends on no product of narrow
-    values, or others read a wide value (an attention's queries, the input of dropout)."""
-    late = late_nodes(joint)
+    values, or others read a wide value (an attention's queries, the input of dropout). `late`, `leaving`: as
+    for a head."""
     region = grow(seed)
-    if any(region.wide(n) and n not in region.sums for n in region.results(joint.results())) \
+    if any(region.wide(n) and n not in region.sums for n in region.results(leaving)) \
             or any(form != 0 and n not in region.forms and region.wide(n)
                    for made in region.forms for n, form in region.needs(made).items()):
         return None
