@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +15,7 @@ from rkmate.errors import ArgumentError
 from rkmate.settings import option_docs
 
 if TYPE_CHECKING:
+    from rkmate.pipeline.settings import Settings
     from rkmate.settings import Options
 
 
@@ -52,6 +56,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gradients", choices=("returned", "in_place"), default="returned",
                         help="hand gradients of parameters to autograd, or add them to what stands in .grad "
                         "(default: returned)")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
+                        help="another field of rkmate.Settings, as often as you like: tiles=never, "
+                        "planning_seconds=20, planner.slots=200")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
@@ -63,8 +70,38 @@ def planning_options(args: argparse.Namespace) -> Options:
     most = None if args.offload_bytes is None else budget_of(args.offload_bytes)
     return {"calls": args.calls, "compile": "auto" if args.compile == "auto" else args.compile == "yes",
             "offload": offload_of(args.offload, most), "progress": not args.quiet,
-            "settings": Settings(costs="analytic" if args.analytic else "measured", gradients=args.gradients,
-                                 planner=getattr(args, "planner", None))}
+            "settings": with_fields(
+                Settings(costs="analytic" if args.analytic else "measured", gradients=args.gradients,
+                         planner=getattr(args, "planner", None)), args.set)}
+
+
+def with_fields(settings: Settings, given: Sequence[str]) -> Settings:
+    """Return settings with fields from text like ``tiles=never`` or ``planner.slots=200``. A value is a
+    Python literal, or else text. Raises `ArgumentError`."""
+    for text in given:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise ArgumentError(f"--set is {text!r}; it should be NAME=VALUE, such as tiles=never")
+        if path.startswith("planner."):
+            settings = replace(settings, planner=replace(settings.of_planner, name=settings.planner_name))
+        settings = _with_field(settings, path.split("."), value, path)
+    return settings
+
+
+def _with_field(of: Any, path: Sequence[str], value: str, whole: str) -> Any:
+    """Return a copy of a dataclass in which the field at a path has another value."""
+    names = [field.name for field in fields(of)] if is_dataclass(of) else []
+    if path[0] not in names:
+        raise ArgumentError(f"--set is {whole}=...: rkmate.{type(of).__name__} has no field {path[0]!r}, but "
+                            f"{', '.join(names)}" if names else
+                            f"--set is {whole}=...: what stands before {path[0]!r} has no fields")
+    if len(path) > 1:
+        return replace(of, **{path[0]: _with_field(getattr(of, path[0]), path[1:], value, whole)})
+    try:
+        found = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        found = value
+    return replace(of, **{path[0]: found})
 
 
 def elsewhere_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import rkmate
+from rkmate.cli.arguments import with_fields
 from rkmate.cli.main import main
 from rkmate.cli.targets import DEMOS, Demo, load_target
 from rkmate.show.draw import has_dot
@@ -104,6 +105,7 @@ def test_report_has_the_curve_and_the_source(tmp_path: Path, capsys: Captured) -
     (["plan", "tests.show.targets:broken", "--budget", "50%"], 2, "ValueError: no data here"),
     (["plan", TARGET, "--budget", "50%", "--save", "no/such.json"], 2, "'no' does not exist"),
     (["plan", TARGET, "--budget", "60%", "--save", "."], 1, "Is a directory"),
+    (["plan", TARGET, "--budget", "60%", "--set", "tile=never"], 2, "no field 'tile'"),
     (["curve", TARGET, "--plot", "curve.gif"], 2, "suffix"),
     (["draw", TARGET, "a.svg", "--budget", "60%", "--what", "block"], 2, "block is None"),
     (["draw", TARGET, "a.svg", "--budget", "60%", "--what", "memory", "--whole"], 2, "--whole goes with"),
@@ -124,6 +126,19 @@ def test_errors(arguments: list[str], status: int, message: str, capsys: Capture
     last = captured.err.splitlines()[-1]        # before it may stand the traceback of a target
     assert last.startswith(f"rkmate {arguments[0]}: ")
     assert re.search(message, last)
+
+
+def test_any_setting_can_be_set() -> None:
+    given = ["tiles=never", "planner.slots=200", "run.on_new_shape=original", "planning_seconds=2.5"]
+    found = with_fields(rkmate.Settings(planner="rk-rotor"), given)
+    assert (found.tiles, found.planning_seconds, found.run.on_new_shape) == ("never", 2.5, "original")
+    assert (found.of_planner.slots, found.planner_name) == (200, "rk-rotor")
+    for wrong, words in (("tiles", "NAME=VALUE"), ("tile=never", "has no field 'tile', but costs, cut"),
+                         ("planner.slot=1", "PlannerSettings has no field 'slot', but name, slots"),
+                         ("costs.of=1", "before 'of' has no fields"),
+                         ("tiles=sometimes", "tiles is 'sometimes'")):
+        with pytest.raises(rkmate.ArgumentError, match=words):
+            with_fields(rkmate.Settings(), [wrong])
 
 
 def test_errors_as_json(capsys: Captured) -> None:
