@@ -1,5 +1,6 @@
 """Training on gloo ranks, with a budget and without: peak of a rank, collectives of a step, losses.
-``python benchmarks/ranks.py --write`` makes the table of docs/tools-distributed.md; names of rows run some.
+``python benchmarks/ranks.py --write`` makes the table of docs/tools-distributed.md; names of rows run some,
+and ``--ranks 4`` those of four ranks.
 
 Each row trains twice in the same processes, from the same weights. The budget is a share of the largest peak
 of a step without rkmate on any rank. A peak is the least of the last steps on a rank, and the largest of all
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import multiprocessing.connection
 import os
 import sys
 import tempfile
@@ -199,9 +201,10 @@ class Row:
     made: Callable[[], nn.Module]
     """Returns the model, sharded or parallel."""
     inputs: Callable[[torch.Generator], torch.Tensor]
-    ranks: int = 2
+    ranks: tuple[int, ...] = (2, 4)
+    """Numbers of ranks to train on."""
     per_group: int = 1
-    """The number of ranks that share a batch."""
+    """The number of ranks that share a batch; zero: all."""
     settings: Settings = ANALYTIC
 
 
@@ -287,9 +290,10 @@ ROWS = {
                  lambda g: torch.randn(16, 3, 32, 32, generator=g), settings=Settings()),
     "function": Row("a Function that reduces, 4 layers", 0.7, Reducing,
                     lambda g: torch.randn(1024, 128, generator=g)),
-    "tp": Row("tensor parallel", 0.7, lambda: parallel(GPT(2000), mesh(2)), _words, per_group=2),
-    "sp": Row("tensor and sequence parallel", 0.7, lambda: parallel(GPT(2000), mesh(2), True), _words,
-              per_group=2),
+    "tp": Row("tensor parallel", 0.7, lambda: parallel(GPT(2000), mesh(dist.get_world_size())), _words,
+              per_group=0),
+    "sp": Row("tensor and sequence parallel", 0.7,
+              lambda: parallel(GPT(2000), mesh(dist.get_world_size()), True), _words, per_group=0),
     "fsdp": Row("`fully_shard`", 0.4, sharded, _many_words),
     "bf16": Row("`fully_shard`, bfloat16", 0.4, lambda: sharded("bf16"), _many_words),
     "nested": Row("`fully_shard`, also attention and MLP", 0.4, lambda: sharded("nested"), _many_words),
@@ -297,7 +301,7 @@ ROWS = {
     "shard-1.0": Row("`rkmate.distributed.shard`", 1.0, whole_graph, _words),
     "shard-0.6": Row("`rkmate.distributed.shard`", 0.6, whole_graph, _words),
     "shard-0.3": Row("`rkmate.distributed.shard`", 0.3, whole_graph, _words),
-    "tp-fsdp": Row("tensor parallel, `fully_shard`, 4 ranks", 0.6, both, _many_words, ranks=4, per_group=2)}
+    "tp-fsdp": Row("tensor parallel, `fully_shard`", 0.6, both, _many_words, ranks=(4,), per_group=2)}
 PIPELINES = {"1f1b": "1F1B, 4 microbatches", "zero-bubble": "zero bubble (ZBV), 4 microbatches"}
 
 
@@ -344,9 +348,10 @@ def of_row(row: Row, rank: int, budget: int | None) -> Seen:
         rkmate.apply(model, budget=budget, progress=False, settings=row.settings)
 
     losses: list[float] = []
+    per_group = row.per_group or dist.get_world_size()
 
     def step(k: int) -> Callable[[], None]:
-        x = row.inputs(torch.Generator().manual_seed(100 * k + rank // row.per_group))
+        x = row.inputs(torch.Generator().manual_seed(100 * k + rank // per_group))
 
         def now() -> None:
             loss = model(x)
@@ -359,16 +364,16 @@ def of_row(row: Row, rank: int, budget: int | None) -> Seen:
 
 
 def of_pipeline(name: str, rank: int, budget: int | None) -> Seen:
-    """Train stages of layers: two on two ranks, or four in a zero bubble schedule. `budget`: bytes of all
-    stages of a rank."""
+    """Train stages of layers, two layers a rank: in one stage, or in two of a zero bubble schedule. `budget`:
+    bytes of all stages of a rank."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
-    zero = name == "zero-bubble"
-    mine, count = ([rank, 3 - rank], 4) if zero else ([rank], 2)
+    zero, ranks = name == "zero-bubble", dist.get_world_size()
+    mine, count = ([rank, 2 * ranks - 1 - rank], 2 * ranks) if zero else ([rank], ranks)
     models = []
     for k in mine:
         torch.manual_seed(k)
-        models.append(nn.Sequential(*(Block(WIDTH) for _ in range(4 // count))))
+        models.append(nn.Sequential(*(Block(WIDTH) for _ in range(2 // len(mine)))))
     x = torch.randn(16, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
     if budget is not None:
         rkmate.apply(nn.ModuleList(models), budget=budget, progress=False, settings=ANALYTIC)
@@ -408,14 +413,14 @@ def beside(name: str, rank: int) -> str:
     else:
         label, share = ROWS[name].label, ROWS[name].share
         plain = of_row(ROWS[name], rank, None)
-    own = largest(plain.peak)
+    own, ranks = largest(plain.peak), dist.get_world_size()
     try:
         budget = float(int(share * (plain.peak if name in PIPELINES else own)))
         seen = of_pipeline(name, rank, int(budget)) if name in PIPELINES else \
             of_row(ROWS[name], rank, int(budget))
     except rkmate.InfeasibleBudget as error:
         least = size(error.minimum_bytes or 0)
-        return f"| {label} | {size(own)} | {share} | refused: {least} at least | | | |"
+        return f"| {label} | {ranks} | {size(own)} | {share} | refused: {least} at least | | | |"
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (seen.peak, budget))
     peak, budget = max(every, key=lambda pair: pair[0] / pair[1])    # of the rank that comes closest to it
@@ -425,7 +430,7 @@ def beside(name: str, rank: int) -> str:
         for kind in kinds)
     off = largest(max((abs(a - b) for a, b in zip(seen.losses, plain.losses, strict=True)), default=0.0))
     other = largest(any(not torch.equal(a, b) for a, b in zip(seen.weights, plain.weights, strict=True)))
-    return (f"| {label} | {size(own)} | {share} | {size(budget)} | {size(peak)} | {counts} | "
+    return (f"| {label} | {ranks} | {size(own)} | {share} | {size(budget)} | {size(peak)} | {counts} | "
             f"{'bits' if not off and not other else f'{off:.1e}'} |")
 
 
@@ -443,32 +448,44 @@ def _rank(rank: int, ranks: int, name: str, folder: str) -> None:
     os._exit(0)                 # no destructor of the group waits for another rank
 
 
-def row_of(name: str) -> str:
-    """Let ranks train, and return a row of the table."""
-    context, ranks = multiprocessing.get_context("spawn"), ROWS[name].ranks if name in ROWS else 2
+def row_of(name: str, ranks: int) -> str:
+    """Let ranks train, and return a row of the table. Raises `RuntimeError` if one of them fails."""
+    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes = [context.Process(target=_rank, args=(k, ranks, name, folder)) for k in range(ranks)]
         for process in processes:
             process.start()
-        for process in processes:
-            process.join()
+        waiting = {process.sentinel: process for process in processes}
+        while waiting:
+            for ended in multiprocessing.connection.wait(waiting):
+                process = waiting.pop(ended)                # type: ignore[call-overload]
+                process.join()
+                if process.exitcode:
+                    for other in waiting.values():
+                        other.kill()
+                    raise RuntimeError(f"{name} failed on a rank of {ranks}")
         return Path(folder, "row").read_text()
 
 
-def table(names: list[str]) -> Iterator[str]:
-    """Yield the lines of the table."""
-    yield "| | peak without rkmate | share | budget | peak | collectives of a step | losses differ by |"
-    yield "|---|---|---|---|---|---|---|"
-    yield from map(row_of, names)
+def table(names: list[str], counts: list[int]) -> Iterator[str]:
+    """Yield the lines of the table: `names` of rows, on each of these `counts` of ranks that a row has."""
+    yield "| | ranks | peak without rkmate | share | budget | peak | collectives of a step " \
+          "| losses differ by |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name in names:
+        for ranks in ROWS[name].ranks if name in ROWS else (2, 4):
+            if ranks in counts:
+                yield row_of(name, ranks)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("rows", nargs="*", choices=[[], *ROWS, *PIPELINES])
+    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
     parser.add_argument("--write", action="store_true")
     chosen = parser.parse_args()
     lines = []
-    for line in table(chosen.rows or [*ROWS, *PIPELINES]):
+    for line in table(chosen.rows or [*ROWS, *PIPELINES], chosen.ranks):
         print(line, flush=True)
         lines.append(line)
     if chosen.write:

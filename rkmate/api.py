@@ -37,7 +37,7 @@ from rkmate.parts.one_budget import sharded_layers
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import ADAM_STATES, BatchSize, device_share, largest_batch
 from rkmate.pipeline.loss import loss_inside, traceable
-from rkmate.pipeline.prepare import Blocked, Traced, check_model, trace
+from rkmate.pipeline.prepare import Blocked, Measured, Traced, check_model, trace
 from rkmate.pipeline.refuse import room_within
 from rkmate.pipeline.search import make_curve, make_plan
 from rkmate.planners.registry import SENDING
@@ -336,12 +336,21 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
     ranks.agree(description(model, args, kwargs, call.settings, budget))
 
     @functools.cache
-    def own() -> tuple[Planning, Traced]:
-        return _traced(model, args, kwargs, budget, call)
+    def tried() -> tuple[Planning, Traced] | Exception:
+        try:
+            return _traced(model, args, kwargs, budget, call)
+        except Exception as error:
+            return error
 
-    def made() -> Plan:
+    def own() -> tuple[Planning, Traced]:
+        found = tried()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def made(by: Measured) -> Plan:
         planning, traced = own()
-        return make_plan(replace(traced, measured_by=ranks.measured), planning.budget, planning.planner).plan
+        return make_plan(replace(traced, measured_by=by), planning.budget, planning.planner).plan
 
     def measured() -> tuple[Traced, Callable[[Blocked], int]]:
         planning, traced = own()
@@ -350,8 +359,7 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
     with shows_signs():
         if not ranks.leads and call.settings.costs != "analytic":
             # All begin to measure at the same time. What fails here is told where costs are compared.
-            with suppress(Exception):
-                own()
+            tried()
         found = ranks.led(made, lambda plan: plan, lambda plan: plan,
                           lambda said: ranks.measure_too(said, measured))
     return shared(ranks, found) if new_shapes == "shared" else found

@@ -450,9 +450,9 @@ def test_a_mesh_that_is_not_here(on_the_path: None) -> None:
 def test_ranks_with_a_budget_and_without(on_the_path: None) -> None:
     import ranks
 
-    *_, row = ranks.table(["function"])
-    name, _, share, budget, peak, collectives, off = (cell.strip() for cell in row.strip("|").split("|"))
-    assert name == ranks.ROWS["function"].label and share == "0.7"
+    *_, row = ranks.table(["function"], [2])
+    name, count, _, share, budget, peak, collectives, off = (c.strip() for c in row.strip("|").split("|"))
+    assert (name, count, share) == (ranks.ROWS["function"].label, "2", "0.7")
     assert float(peak.removesuffix(" MiB")) <= float(budget.removesuffix(" MiB"))
     assert (collectives, off) == ("all_reduce 4", "bits")
     assert len({r.label for r in ranks.ROWS.values()}) >= 9 and len(ranks.PIPELINES) == 2

@@ -33,7 +33,7 @@ from rkmate.budget import Budget
 from rkmate.device.events import before_optimizers
 from rkmate.device.protocol import MeterError
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
-from rkmate.graph.capture.structure import take_call_apart
+from rkmate.graph.capture.structure import GIVEN, take_call_apart
 from rkmate.parts.moments import room_for
 from rkmate.parts.one_budget import (
     Part,
@@ -43,7 +43,7 @@ from rkmate.parts.one_budget import (
     is_unobserved,
 )
 from rkmate.parts.sharded_parts import ShardedParts
-from rkmate.parts.sharded_rest import GIVEN, Reached
+from rkmate.parts.sharded_rest import Reached
 from rkmate.parts.sharded_step import KEPT, Exchanges, Follower, Observed, Signature, bounds, tied
 from rkmate.planners.several_calls import Item, Moment
 from rkmate.runtime.agreement import Ranks, ranks_that_share, shows_signs

@@ -15,12 +15,9 @@ import torch
 from torch import nn
 
 from rkmate.errors import CaptureError
-from rkmate.graph.capture.structure import Structure, take_apart
+from rkmate.graph.capture.structure import GIVEN, Structure, take_apart
 from rkmate.torch_seam.modules import submodules_of
 from rkmate.torch_seam.patches.libraries import leave_tensors
-
-GIVEN = "rkmate_given"
-"""The keyword under which the rest of a forward gets what sharded modules have returned."""
 
 
 class Reached(BaseException):

@@ -66,6 +66,8 @@ from rkmate.torch_seam.tensors import read_directly
 # From a model to its graph in blocks, with costs: capture, passes, lower, partition, costs. Each stage takes
 # what the one before returns; only this package knows their order.
 
+Measured = Callable[["Blocked", Callable[[], Costs]], Costs]
+"""Calls what measures a graph on this rank, on all ranks at once, and returns the costs of the slowest."""
 LEAST_SECONDS = 0.1
 """Seconds that a search gets if the capture has used up the time: for a first plan."""
 
@@ -94,8 +96,8 @@ class Traced:
     """The prefix that names of modules have in the capture, but not in the user's model."""
     outside: int = 0
     """Bytes that the caller makes of the outputs, and holds during the backward, if a step has shown some."""
-    measured_by: Callable[[Blocked, Callable[[], Costs]], Costs] | None = None
-    """Calls what measures, on all ranks at once, and returns the slowest's costs; None: on this one alone."""
+    measured_by: Measured | None = None
+    """Measures on all ranks at once; None: this one alone measures."""
     until: float = math.inf
     """When planning should be over, by `time.perf_counter`; infinite where only its searches have a limit."""
 

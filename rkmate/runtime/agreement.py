@@ -36,7 +36,7 @@ from rkmate.errors import RankError, RkmateError, sendable
 from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.analytic import Costs
 from rkmate.pipeline.origin import shape_of
-from rkmate.pipeline.prepare import Blocked, Traced, block, cost_memory, measured_costs
+from rkmate.pipeline.prepare import Blocked, Measured, Traced, block, cost_memory, measured_costs
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import named
 from rkmate.runtime.guards import autocast_now
@@ -289,12 +289,12 @@ class Ranks:
         self._exchanged(text)
 
     @shows_signs()
-    def led(self, make: Callable[[], T], plan_of: Callable[[T], Plan], follow: Callable[[Plan], T],
+    def led(self, make: Callable[[Measured], T], plan_of: Callable[[T], Plan], follow: Callable[[Plan], T],
             assist: Callable[[str], None] | None = None) -> T:
         """Return what the first rank makes and the others follow.
 
         Args:
-            make: called by the first rank.
+            make: called by the first rank, with what measures on all of them (`Traced.measured_by`).
             plan_of: the plan of what it has made.
             follow: called by the others with that plan.
             assist: called by the others with each text that the first rank gives them while it plans.
@@ -308,7 +308,7 @@ class Ranks:
         failed: BaseException | None = None
         if self.leads:
             try:
-                made = make()
+                made = make(self.measured)
                 told[0] = plan_of(made)
             except RkmateError as error:
                 told[0], failed = sendable(error), error

@@ -26,7 +26,7 @@ from rkmate.offload.target import Engines
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.part_plans import few_terms, terms_in, with_terms
-from rkmate.pipeline.prepare import Traced, compile_all, held_tensors, trace
+from rkmate.pipeline.prepare import Measured, Traced, compile_all, held_tensors, trace
 from rkmate.pipeline.refuse import room_within
 from rkmate.pipeline.search import make_plan
 from rkmate.pipeline.sizes import KnownPlan, plan_that_fits
@@ -173,10 +173,9 @@ class PlanCache:
             if together is not None:
                 together.agree(description(self.model, args, kwargs, self.planning.settings, budget))
 
-            def made() -> Executable:
+            def made(by: Measured | None = None) -> Executable:
                 nonlocal traced
                 make = self._executable if ranks is None else self._own_executable
-                by = ranks.measured if ranks is not None and plan is None else None
                 for traced in attempts[:-1]:
                     with contextlib.suppress(InfeasibleBudget):
                         return make(replace(traced, measured_by=by), budget, plan, plans, like,
@@ -498,7 +497,7 @@ class PlanCache:
         except InfeasibleBudget as measured:
             return self._executable(traced, Budget(bytes=measured.minimum_bytes)), measured
 
-    def _led(self, ranks: Ranks, make: Callable[[], Executable], traced: Traced,
+    def _led(self, ranks: Ranks, make: Callable[[Measured], Executable], traced: Traced,
              budget: Budget) -> Executable:
         """Return what the first rank makes and the others follow, with as much room for a loss."""
         def follow(plan: Plan) -> Executable:
@@ -519,14 +518,13 @@ class PlanCache:
         slowest one, and the ranks compare the schedules that they will follow. Raises `RankError` on all of
         them if these differ.
         """
-        def make() -> Executable:
-            return self._own_executable(traced, budget, plan, known, like, derived=derived)
+        def make(by: Measured | None = None) -> Executable:
+            return self._own_executable(replace(traced, measured_by=by), budget, plan, known, like,
+                                        derived=derived)
 
         ranks = ranks_in(groups_of(traced.capture.graph))
         if ranks is None:
             return make()
-        if ranks.leads and plan is None:
-            traced = replace(traced, measured_by=ranks.measured)
         found = ranks.together(make if plan is not None else lambda: self._led(ranks, make, traced, budget))
         ranks.same_schedule(found.plan)
         return found

@@ -237,8 +237,41 @@ def _looked_at(rank: int) -> dict[str, Any]:
             "shared": sum("from this step on" in text for text in records)}
 
 
+class _Scaled(GPT):
+    """A model that scales what its layers return by a value of its input."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return (x * ids.max().item()).square().mean()
+
+
+def _reading(rank: int) -> dict[str, Any]:
+    """Return why the rest of a forward that reads a value runs as it is: of the first model, and a second."""
+    from torch.distributed.fsdp import fully_shard
+
+    records: list[str] = []
+    log = logging.Handler()
+    log.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("rkmate")
+    level = logger.level
+    logger.addHandler(log)
+    logger.setLevel(logging.INFO)
+    for _ in range(2):
+        model = _Scaled(WORDS, 32, 2)
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        rkmate.apply(model, budget=0.9, progress=False, settings=Settings(costs="analytic"))
+        model(torch.arange(32).view(2, 16)).backward()
+    logger.removeHandler(log)
+    logger.setLevel(level)
+    return {"said": [text.partition("runs as it is: ")[2] for text in records if "the rest of" in text]}
+
+
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "looked at": _looked_at, "handed on": _handed_on, "hooked": _hooked,
+    "reading": _reading, "looked at": _looked_at, "handed on": _handed_on, "hooked": _hooked,
     "least": _least,
     **{kind: functools.partial(lambda rank, kind: _over_many_steps(kind), kind=kind)
        for kind in ("kept", "larger", "larger in evaluation", "uneven", "grown", "frozen")}}
@@ -298,6 +331,12 @@ def test_what_a_library_looks_at_is_known_where_parameters_are_sharded(found: Fo
     mine, = found["looked at"]
     assert "failed" not in mine, mine["failed"]
     assert mine.get("skipped") or mine == {"equal": [True, True], "shared": 2}
+
+
+def test_why_the_rest_of_a_forward_runs_as_it_is(found: Found) -> None:
+    mine, = found["reading"]
+    assert "failed" not in mine, mine["failed"]
+    assert mine["said"] == ["it changes buffers or attributes, or reads values of inputs"] * 2
 
 
 def test_later_steps_that_take_more_are_seen(found: Found) -> None:

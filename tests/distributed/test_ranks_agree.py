@@ -25,6 +25,7 @@ import rkmate
 from rkmate.device import MeterError
 from rkmate.ilp import OptionSettings
 from rkmate.measure.runs import Timings
+from rkmate.pipeline.prepare import trace
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
 from rkmate.runtime import agreement
@@ -224,14 +225,22 @@ def _slow(rank: int) -> dict[str, Any]:
 
 
 def _failing(rank: int) -> dict[str, Any]:
-    """The first rank meets an error of its own."""
+    """All ranks, or the second one alone, meet an error of their own."""
     class Failing(_Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise ValueError("on purpose")
+        ranks: tuple[int, ...] = (0, 1)
 
-    model, x = Failing(), _data(rank)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if rank in self.ranks:
+                raise ValueError("on purpose")
+            return super().forward(x)
+
+    model, second, x = Failing(), Failing(), _data(rank, 56)
+    second.ranks = (1,)
     infeasible = _caught(lambda: _shared(_Net(), x, 1))
-    return {"error": _caught(lambda: _shared(model, x)), "infeasible": infeasible}
+    with mock.patch("rkmate.api.trace", side_effect=trace) as traced:
+        follower = _caught(lambda: _shared(second, x))
+    return {"error": _caught(lambda: _shared(model, x)), "infeasible": infeasible, "follower": follower,
+            "traced": traced.call_count}
 
 
 RANKS = {"patience": 90.0}
@@ -302,6 +311,15 @@ def test_errors_of_the_first_rank_reach_the_other(found: Found) -> None:
     assert first["infeasible"][0] == "InfeasibleBudget"
     assert first["error"] == second["error"]
     assert "on purpose" in first["error"][1]
+
+
+def test_an_error_of_another_rank_reaches_all_of_them(found: Found) -> None:
+    """Each rank has captured its model once."""
+    first, second = _of(found, "failing")
+    assert first["follower"] == second["follower"]
+    assert first["follower"][0] == "RankError" and "failed on rank 1: " in first["follower"][1]
+    assert "on purpose" in first["follower"][1]
+    assert first["traced"] == second["traced"] == 1
 
 
 def test_nobody_waits_for_a_rank_that_does_not_come(found: Found) -> None:

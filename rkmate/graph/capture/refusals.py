@@ -20,7 +20,7 @@ from torch import fx, nn
 from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.answers import passes
-from rkmate.graph.capture.structure import is_made_of_pieces
+from rkmate.graph.capture.structure import GIVEN, is_made_of_pieces
 from rkmate.graph.ops.properties import READS_HOST
 from rkmate.support.warn import PACKAGE, warn
 from rkmate.torch_seam.containers import objects_in
@@ -315,7 +315,7 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     `program`: what was exported, where that went well; it knows the lines that read a value.
     """
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        inspect.signature(model.forward).bind(*args, **{k: v for k, v in kwargs.items() if k != GIVEN})
     except TypeError as mismatch:
         return ArgumentError(f"the sample inputs do not fit {type(model).__name__}.forward: {mismatch}")
     text = str(error).strip()

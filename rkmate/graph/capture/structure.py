@@ -33,6 +33,8 @@ from rkmate.torch_seam.tensors import is_unwrapped
 
 _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 """Types of everyday arguments, in which nothing else stands."""
+GIVEN = "rkmate_given"
+"""The keyword under which the rest of a sharded model's forward gets what sharded modules have returned."""
 
 
 @dataclass(frozen=True)
