@@ -26,6 +26,7 @@ from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.capture.answers import OtherAnswer
 from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.structure import owner_name, piece_of
+from rkmate.graph.passes.gradients import gradients_of_any_strides
 from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.once import unrepeatable
 from rkmate.offload.protocol import CopyEngine
@@ -253,6 +254,7 @@ class PlannedStep:
         self._model = model
         self.around = around_step(capture)
         """What happens around each step."""
+        self._any_strides = gradients_of_any_strides(program.joint)
         self.wanted = program.joint.wanted
         self.caller = _caller_tensors(model, capture, program.joint, generated)
         self.targets = _targets(capture, generated)
@@ -473,11 +475,13 @@ class PlannedStep:
                            buffer_bytes=engine.buffer_bytes)
 
     def _as_traced(self, i: int, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of output `i` in the layout that the traced backward expects."""
+        """The gradient of output `i` in the layout that the traced backward expects; as it is, if the
+        backward takes any layout."""
         _, dtype, stride = self.outputs.forms[i]  # type: ignore[misc]
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        if grad.dtype is dtype and not grad.is_conj() and not grad.is_neg() and has_strides(grad, stride):
+        if grad.dtype is dtype and not grad.is_conj() and not grad.is_neg() \
+                and (i in self._any_strides or has_strides(grad, stride)):
             return grad
         return self.empty_gradient(i).copy_(grad)
 

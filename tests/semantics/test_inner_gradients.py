@@ -87,6 +87,34 @@ def test_a_backward_in_the_forward_is_refused() -> None:
         planned(CallsBackward(4, 4), torch.randn(2, 4))
 
 
+class Linearizes(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, slope = torch.func.linearize(super().forward, x)
+        total: torch.Tensor = y + slope(x)
+        return total
+
+
+class Pushes(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, slope = torch.func.jvp(super().forward, (x,), (x,))
+        total: torch.Tensor = y + slope.detach()
+        return total
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning:torch.fx")
+def test_a_function_that_is_linearized_is_refused_with_what_to_call_instead() -> None:
+    with pytest.raises(rkmate.CaptureError, match=r"test_inner_gradients.py:\d+.*linearize.*torch.func.jvp"):
+        planned(Linearizes(4, 4), torch.randn(2, 4))
+    model, x = Linearizes(4, 4), torch.randn(2, 4)
+    instead = Pushes(4, 4)
+    instead.load_state_dict(model.state_dict())
+    module = planned(instead, x)
+    for run in (model, module):
+        run(x).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, instead.get_parameter(name).grad)
+
+
 def test_other_threads_train_while_a_forward_is_captured() -> None:
     class Waits(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import rkmate
 from rkmate.ilp import solve_all
+from tests.equality import assert_same_step
+from tests.models import Sample
 from tests.semantics.steps import Tower, assert_same_gradients, planned
 from tests.semantics.test_control_flow import OnFlag
 
@@ -114,3 +119,14 @@ def test_other_strides() -> None:
     module = planned(model, x)
     assert_same_gradients(model, module, lambda run: run(x.t()).pow(2).sum())
     assert len(module._plans) == 2
+
+
+@pytest.mark.parametrize("loss", [
+    lambda y: torch.stack([torch.zeros_like(y)] * 3 + [y, y.detach()], -1).sin().square().sum(),
+    lambda y: y.t().contiguous().sin().square().sum(), torch.sum])
+def test_a_gradient_with_strides_of_its_own(loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The gradient of a last bias adds it up as it lies in memory, as in eager mode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 24))
+    sample = Sample(model, (torch.randn(531, 4),), {}, loss)
+    assert_same_step(model, planned(copy.deepcopy(model), *sample.args), sample)

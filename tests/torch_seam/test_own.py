@@ -60,7 +60,8 @@ STEPS = {"recurrent_steps", "recurrent_steps_backward"}
     ("uses_autograd", {"opaque", "opaque_backward", "recurrent_layer", "product_backward",
                        "cumulative_product_backward", "written"}),
     ("direct", {"cross_entropy_backward.out", "cudnn_batch_norm", "cudnn_rnn", "cudnn_rnn_backward",
-                *STEPS, "exchanged", *(name.replace("_and_wait", "_started") for name in COLLECTIVES
+                "select_scatter_", "slice_scatter_", "diagonal_scatter_", *STEPS, "exchanged",
+                *(name.replace("_and_wait", "_started") for name in COLLECTIVES
                   if name != "all_reduce_and_wait_")}),
     ("linear", {"cross_entropy_backward", "cross_entropy_backward.out"}),
     ("rows_like", {"cross_entropy_backward"}),

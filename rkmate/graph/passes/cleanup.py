@@ -175,7 +175,8 @@ def _layout(value: Any) -> tuple[Any, ...] | None:
 
 _EXACT = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.neg.default,
           aten.where.self, aten.maximum.default, aten.copy.default, aten._to_copy.default,
-          aten.slice_scatter.default, aten.mm.default, aten.addmm.default, aten.t.default}
+          aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default,
+          aten.mm.default, aten.addmm.default, aten.t.default}
 """Operations whose result does not depend on how their inputs lie in memory."""
 
 

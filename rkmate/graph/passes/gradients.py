@@ -14,13 +14,32 @@ from rkmate.graph.capture.captured import Source
 from rkmate.graph.capture.repairs import retrace
 from rkmate.graph.ops.embeddings import ADD_EMBEDDING_GRADIENT, ADD_ROWS, bytes_of_rows
 from rkmate.graph.ops.products import ADD_CONVOLUTION_GRADIENT
-from rkmate.graph.ops.properties import RESHAPES, SQUEEZES, TURNS, is_view
+from rkmate.graph.ops.properties import PRODUCTS, RESHAPES, SQUEEZES, TURNS, is_view
 from rkmate.graph.passes.joint import Joint, owner_of
 from rkmate.graph.passes.lean import is_wide
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.torch_seam.nodes import VALUE, is_backward, phase_tag, without_descriptor
 
 aten = torch.ops.aten
+
+
+# -- Gradients that come from the caller -----------------------------------------------------------
+#
+# A trace expects a gradient in the layout of its output. A caller may pass another one: an expanded number of
+# a sum, a column of a stack. A copy would be added up in another order.
+
+
+def gradients_of_any_strides(joint: Joint) -> frozenset[int]:
+    """Return the numbers of the outputs whose gradients only products of matrices and sums read: these give
+    results of one layout, whatever the layout of an operand is."""
+    handed = joint.handed()
+
+    def takes_any(value: fx.Node) -> bool:
+        return value not in handed and all(
+            u.target in (*PRODUCTS, aten.sum.dim_IntList) or
+            (u.target in RESHAPES | TURNS | SQUEEZES and takes_any(u)) for u in value.users)
+
+    return frozenset(int(s.key) for n, s in joint.sources.items() if s.kind == "tangent" and takes_any(n))
 
 
 # -- Gradients that nobody asks for ----------------------------------------------------------------

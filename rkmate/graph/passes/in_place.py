@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate.graph.ops.parts import WRITES
 from rkmate.graph.ops.properties import COMMUTES
 from rkmate.graph.passes.node_calls import OwnFunction
 from rkmate.torch_seam.nodes import VALUE
@@ -42,6 +43,8 @@ _FIRST |= {
     aten.index_put.default: aten.index_put_.default, aten.index_add.default: aten.index_add_.default,
     aten.scatter.src: aten.scatter_.src, aten.scatter.value: aten.scatter_.value,
     aten.scatter_add.default: aten.scatter_add_.default,
+    aten.copy.default: aten.copy_.default, aten.fill.Scalar: aten.fill_.Scalar,
+    aten.fill.Tensor: aten.fill_.Tensor, **WRITES,
 }
 # Each element (or row) of the result depends on the same element (or row) of the gradient only.
 _INTO_GRADIENT: dict[Any, tuple[Any, str, int]] = {

@@ -217,13 +217,14 @@ def region_of(node: fx.Node) -> int | None:
 
 
 class OwnBackwardError(CaptureError):
-    """A forward that calls ``backward()``."""
+    """A forward that calls ``backward()``, or ``torch.func.linearize``."""
 
 
 @contextmanager
 def noting_inner_gradients(note: Callable[[], None]) -> Iterator[None]:
     """Call `note` when this thread requests a gradient inside the context. A gradient that would be added to
-    ``.grad`` raises `OwnBackwardError`."""
+    ``.grad``, and a function that is linearized, raise `OwnBackwardError`."""
+    begin_trace = eager_transforms.lazy_dynamo_disallow
     run, mine = torch.autograd._engine_run_backward, threading.get_ident()  # type: ignore[attr-defined]
 
     def noted(*args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
@@ -235,6 +236,14 @@ def noting_inner_gradients(note: Callable[[], None]) -> Iterator[None]:
         note()
         return run(*args, accumulate_grad=accumulate_grad, **kwargs)
 
+    def linearized(trace: Any) -> Any:
+        if threading.get_ident() != mine:
+            return begin_trace(trace)
+        raise OwnBackwardError(
+            "the forward calls torch.func.linearize, which makes a trace of its own, without gradients of "
+            "parameters: use torch.func.jvp(f, (x,), (t,)), whose results have them (call .detach() on the "
+            "second one for the gradients that linearize leaves)")
+
     def noting(enter: Callable[..., Any]) -> Callable[..., Any]:
         def noted_entry(*args: Any) -> Any:
             if threading.get_ident() == mine:
@@ -244,6 +253,7 @@ def noting_inner_gradients(note: Callable[[], None]) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", noted))
+        stack.enter_context(mock.patch.object(eager_transforms, "lazy_dynamo_disallow", linearized))
         for name in _TRANSFORMS:
             entry = noting(getattr(eager_transforms, name))
             stack.enter_context(mock.patch.object(eager_transforms, name, entry))

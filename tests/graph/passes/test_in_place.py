@@ -69,3 +69,43 @@ def test_the_gradient_of_a_table_that_is_indexed(
     assert re.search(rf"\.{name}_[.(]", module.source)
     assert_same_step(model, module, sample)
     assert measured_peak(module, sample) <= module.plan.peak_bytes < 1.2 * model.table.nbytes
+
+
+class _Filled(nn.Module):
+    """Fills a matrix part by part: columns, rows, stretches of columns, or the diagonals of a batch."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+        self.up, self.each = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 1) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        made = torch.zeros(8, len(x)) if self.part == "rows" else torch.zeros(len(x), 8)
+        if self.part == "diagonals":
+            made = torch.zeros(len(x), 8, 2)
+        for i, layer in enumerate(self.each):
+            value = torch.sin(layer(h))
+            if self.part == "columns":
+                made[:, i] = value.squeeze(1)
+            elif self.part == "rows":
+                made[i] = value.squeeze(1)
+            elif self.part == "stretches":
+                made[:, i:i + 1].copy_(value)
+            else:
+                made.diagonal(i // 4, 1, 2).add_(value)
+        return made.sin().square().mean()
+
+
+@pytest.mark.parametrize("part", ["columns", "rows", "stretches", "diagonals"])
+def test_a_tensor_that_is_filled_part_by_part(part: str) -> None:
+    """Each part is written to the tensor itself, in the forward and in the backward, as in eager mode."""
+    torch.manual_seed(0)
+    model = _Filled(part)
+    sample = Sample(model, (torch.randn(2048, 8),), {}, lambda loss: loss)
+    module = planned(copy.deepcopy(model), *sample.args)
+    assert re.search(r"_scatter_\(.*# in place", module.source)
+    plain = measured_peak(model, sample)
+    model.zero_grad()
+    assert_same_step(model, module, sample)
+    assert measured_peak(module, sample) <= plain
