@@ -160,7 +160,7 @@ PATCHES = (
     Patch("eager kernels",
           "While it traces, torch decomposes some operations (resampling, shrinking, margin losses, "
           "dropout), which round differently from their kernels. Gradients of products choose their formula "
-          "by values, which a trace does not have.",
+          "by values, which a trace does not have. Autocast casts inside of the kernel of a bilinear layer.",
           _of_any_model(as_eager_computes), feature=features.NUMERICS),
     Patch("gates of a GRU",
           "Torch's decomposition makes each gate a separate tensor. In eager mode, gates are parts of one "

@@ -236,6 +236,46 @@ def _covariance(x: torch.Tensor, *, correction: int = 1, fweights: torch.Tensor 
     return (centred @ centred.t().conj() / (count - correction)).squeeze()
 
 
+def _trilinear_cast(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, of_a: list[int], of_b: list[int],
+                    of_c: list[int], added: list[int], unroll: int, dtype: torch.dtype) -> torch.Tensor:
+    with torch.autocast(a.device.type, dtype, cache_enabled=False):
+        result: torch.Tensor = aten._trilinear.default(a, b, c, of_a, of_b, of_c, added, unroll)
+    return result
+
+
+def _keep_factors(ctx: Any, inputs: Sequence[Any], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.dims = inputs[3:7]
+
+
+def _trilinear_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """Compute torch's formulas, in the types of the inputs: the backward runs outside of the region."""
+    (a, b, c), (of_a, of_b, of_c, added) = ctx.saved_tensors, ctx.dims
+    given, product = ctx.needs_input_grad, aten._trilinear.default
+    return (product(grad, b, c, added, of_b, of_c, of_a) if given[0] else None,
+            product(a, grad, c, of_a, added, of_c, of_b) if given[1] else None,
+            product(a, b, grad, of_a, of_b, added, of_c) if given[2] else None, *(None for _ in range(6)))
+
+
+register((OwnOperator(
+    "trilinear(Tensor a, Tensor b, Tensor c, int[] of_a, int[] of_b, int[] of_c, int[] added, "
+    "int unroll, ScalarType dtype) -> Tensor", _trilinear_cast,
+    shape=lambda *given: aten._trilinear.default(*given[:-1]),
+    gradient=Gradient(_trilinear_gradient, _keep_factors), stands_for=aten._trilinear.default),))
+
+
+def _trilinear(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, of_a: list[int], of_b: list[int],
+               of_c: list[int], added: list[int], unroll_dim: int = 1) -> torch.Tensor:
+    """The sums of a bilinear layer. Autocast does not cast its operands, but those of the products inside of
+    its kernel."""
+    kind = devices.of(a).autocast_kind
+    given = (a, b, c, of_a, of_b, of_c, added, unroll_dim)
+    if torch.is_autocast_enabled(kind):
+        return torch.ops.rkmate.trilinear(*given, torch.get_autocast_dtype(kind))  # type: ignore[no-any-return]
+    with schema.without_python_kernels():
+        return aten._trilinear.default(*given)      # type: ignore[no-any-return]
+
+
 WRITTEN_ANEW: dict[Any, Callable[..., Any]] = {aten.bernoulli.p: _bernoulli}
 """Operations that a trace makes of writes in place, with the layout of what was written to."""
 
@@ -243,7 +283,7 @@ WRITTEN_ANEW: dict[Any, Callable[..., Any]] = {aten.bernoulli.p: _bernoulli}
 _OWN: dict[Any, Callable[..., Any]] = {
     aten.prod.default: _prod_all, aten.prod.dim_int: _prod_dim, aten.cumprod.default: _cumprod,
     aten.dropout.default: _dropout, aten.cross_entropy_loss.default: _cross_entropy,
-    aten.cov.default: _covariance}
+    aten.cov.default: _covariance, aten._trilinear.default: _trilinear}
 _DECOMPOSED = ("softshrink", "hardshrink", "multi_margin_loss", "multilabel_margin_loss_forward",
                *(f"{exact}{kind}" for exact in ("upsample_", "_upsample_") for kind in (
                    "nearest1d", "nearest2d", "nearest3d", "nearest_exact1d", "nearest_exact2d",
