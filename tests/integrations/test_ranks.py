@@ -1,11 +1,12 @@
-"""The scripts for several ranks, as torchrun starts them: what they train is what they train without a
-budget, and a checkpoint is loaded by another number of ranks."""
+"""The scripts for several ranks, as torchrun and accelerate start them: what they train is what they train
+without a budget, and a checkpoint is loaded by another number of ranks."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,17 @@ LIMIT = 240
 """Seconds after which a run is killed."""
 
 
-def _losses(script: str, *flags: object, count: int = 2) -> str:
-    """Run a script in processes of its own; return what the first one says of its losses."""
+ACCELERATE = ("accelerate.commands.launch", "--use_fsdp", "--fsdp_version=2", "--num_processes=2",
+              "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0")
+"""What starts two processes on CPUs: with ``--cpu``, accelerate starts one, or needs MPI."""
+
+
+def _losses(script: str, *flags: object, count: int = 2, launcher: Sequence[str] = ()) -> str:
+    """Run a script in processes of its own; return what the first one says of its losses. `launcher`: a
+    module and its options; torchrun by default."""
+    launcher = launcher or ("torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}",
-         str(EXAMPLES / f"{script}.py"), *map(str, flags)],
+        [sys.executable, "-m", *launcher, str(EXAMPLES / f"{script}.py"), *map(str, flags)],
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}, capture_output=True,
         text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -43,3 +50,8 @@ def test_a_checkpoint_is_loaded_by_another_number_of_ranks(tmp_path: Path) -> No
 def test_trainers_on_two_ranks(tool: str, script: str) -> None:
     pytest.importorskip(tool)
     assert _losses(script) == _losses(script, "--plain")
+
+
+def test_accelerate_launch() -> None:
+    pytest.importorskip("accelerate")
+    assert _losses("ranks_accelerate", launcher=ACCELERATE) == _losses("ranks_accelerate", "--plain")
