@@ -489,3 +489,42 @@ def test_pruned_weights() -> None:
     before = module.plan
     assert_same_gradients(model, module, lambda run: run(x).pow(2).sum())
     assert module.plan is not before
+
+
+class Points(nn.Module):
+    """Assigns tensors that modules hold to attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.rand(4))
+        self.register_buffer("anew", torch.rand(4))
+        self.inner = nn.BatchNorm1d(4)
+        self.table, self.seen = torch.rand(4), torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before = self.anew
+        self.scale.mul_(0.9)
+        self.anew = self.anew * 0.5
+        self.first, self.second, self.third = self.scale, self.table, self.anew
+        self.several = {"mean": self.inner.running_mean, "all": [self.table, self.scale]}
+        y: torch.Tensor = self.inner(self.layer(x) * self.scale) + self.table
+        return y.sin()
+
+
+def test_an_attribute_that_is_a_tensor_of_a_module() -> None:
+    """It is that very tensor afterwards, as without a plan: no copy, and no further output of the step."""
+    torch.manual_seed(0)
+    model, x = Points(), torch.randn(8, 4)
+    twin = copy.deepcopy(model)
+    module = planned(twin, x)
+    for _ in range(3):
+        for run in (model, module):
+            run(x).sum().backward()
+        for each in (model, twin):
+            assert each.first is each.scale and each.second is each.table and each.third is each.anew
+            assert each.several["mean"] is each.inner.running_mean
+            assert each.several["all"][0] is each.table and each.several["all"][1] is each.scale
+        assert torch.equal(twin.before, model.before) and torch.equal(twin.anew, model.anew)
+        assert torch.equal(twin.scale, model.scale)
+        assert twin.before is not twin.anew

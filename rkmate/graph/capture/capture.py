@@ -55,6 +55,7 @@ from rkmate.graph.capture.state import (
 )
 from rkmate.graph.capture.structure import (
     Structure,
+    held_by_modules,
     refuse_what_a_trace_leaves,
     take_apart,
 )
@@ -135,10 +136,12 @@ class _Flat(nn.Module):
         self.before.restore_members()          # another way to export may have failed
         args, kwargs = self._inputs.fill(list(tensors))
         before = self._inputs.held_by_objects(args, kwargs)
-        members = members_of(args, kwargs)
+        members, buffers = members_of(args, kwargs), list(self.model.buffers())
         with repaired("forward", self.model), nullcontext() if is_off(INNER) else \
                 noting_inner_gradients(self.found.note_gradient), as_dtensors(), self._told(tensors):
             out, placed = local_results(planned_part_of_call(self.model)(*args, **kwargs))
+            held, now = held_by_modules(self.model), set(map(id, self.model.buffers()))
+            replaced = {id(b): b.clone() for b in buffers if id(b) not in now}     # before they are written
         changed = [(k, held) for k, (held, ids) in self._inputs.held_by_objects(args, kwargs).items()
                    if ids != before[k][1]]
         flat, structure = take_apart(out, result=True)
@@ -152,7 +155,7 @@ class _Flat(nn.Module):
         effects, every = found_effects(
             self.found.assigned, [*(((), f) for f in self.before.filled()),
                                   *((keys, f) for keys, f in own if f is not None)], changed,
-            [*tensors, *flat])
+            [*tensors, *flat], held)
         flat = every[len(tensors):]
         asked, answers = taken_for_granted(len(flat))
         flat += asked
@@ -160,7 +163,7 @@ class _Flat(nn.Module):
         self.found.outputs = len(flat)
         # A copy of each output keeps the graph's outputs free of aliases (of inputs, of each
         # other); simplification drops the copies again.
-        return [t.clone() for t in flat]
+        return [replaced.get(id(t), t).clone() for t in flat]
 
 
 def flat_module(model: nn.Module, inputs: Structure, before: PythonState, told: _Told) -> _Flat:

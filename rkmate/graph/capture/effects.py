@@ -22,7 +22,7 @@ from torch import nn
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.answers import Answer
 from rkmate.graph.capture.state import COUNTS, MISSING, Assigned, Filled, Number
-from rkmate.graph.capture.structure import Structure, take_apart
+from rkmate.graph.capture.structure import HeldByModule, Structure, take_apart
 from rkmate.torch_seam.containers import PLAIN, pytree, tensors_in
 from rkmate.torch_seam.tensors import storage_id
 
@@ -184,27 +184,29 @@ class Effects:
 
 
 def found_effects(assigned: Sequence[Assigned], filled: Sequence[tuple[tuple[Any, ...], Filled]],
-                  changed: Sequence[tuple[int, Any]], tensors: Sequence[torch.Tensor]
-                  ) -> tuple[Effects, list[torch.Tensor]]:
+                  changed: Sequence[tuple[int, Any]], tensors: Sequence[torch.Tensor],
+                  held: Iterable[tuple[int, HeldByModule]]) -> tuple[Effects, list[torch.Tensor]]:
     """Return the changes of one forward (attributes; lists and dictionaries, with the keys of those among the
     arguments; and objects among the arguments with their numbers), and its tensors with those of the changes.
-    `tensors`: those among the arguments, and in the result."""
+    `tensors`: those among the arguments, and in the result. `held`: where modules hold tensors, after their
+    identities: an attribute that is assigned one of these is that tensor."""
     every = list(tensors)
+    places = {(id(a.holder.__dict__), a.name) for a in assigned}
+    stay = {k: h for k, h in held if (id(vars(h.module)), h.name) not in places}
 
     def apart(value: Any) -> Structure:
         nonlocal every
         if value is MISSING:
             return take_apart(None, result=True)[1]
         before = len(every)
-        every, structure = take_apart(value, result=True, after=every)
+        every, structure = take_apart(value, result=True, after=every, held=stay)
         # What is made of tensors alone counts them; a constant counts none.
         return replace(structure, count=len(every) if tensors_in(value) else 0) if before else structure
 
     attributes = tuple(Written(a, apart(a.new)) for a in assigned)
     objects = tuple(ChangedObject(k, apart(value)) for k, value in changed)
-    replaced = {(id(a.holder.__dict__), a.name) for a in assigned}      # by another list, say
     collected = tuple(Collected(f, apart(f.changes()), at, bool(at) and f.is_longer) for at, f in filled
-                      if f.place not in replaced)
+                      if f.place not in places)                          # not replaced by another list
     return Effects(attributes, objects, collected), every
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from rkmate.torch_seam.containers import (
     tensors_in,
 )
 from rkmate.torch_seam.dtensor import Placed, is_dtensor, local_part, placed
+from rkmate.torch_seam.modules import buffers_of
 from rkmate.torch_seam.tensors import is_unwrapped
 
 # -- Structures around tensors ---------------------------------------------------------------------
@@ -53,6 +55,25 @@ class _Slot:
         """Return what stands here."""
         found = tensors[self.index]
         return found if self.placed is None else self.placed.of(found)
+
+
+@dataclass(frozen=True)
+class HeldByModule:
+    """Stands for a tensor that a module holds (a buffer, an attribute): an attribute that the forward assigns
+    may be that very tensor."""
+
+    module: torch.nn.Module
+    name: str
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the tensor that the module holds now."""
+        return getattr(self.module, self.name)
+
+
+def held_by_modules(model: torch.nn.Module) -> list[tuple[int, HeldByModule]]:
+    """Return where the model's modules hold tensors that are no parameters, after the tensor's identity."""
+    return [(id(t), HeldByModule(m, name)) for m in model.modules()
+            for name, t in (*vars(m).items(), *buffers_of(m).items()) if isinstance(t, torch.Tensor)]
 
 
 _FILL = -1   # memo key under which the tensors travel; no object has a negative id
@@ -105,7 +126,7 @@ class Structure:
         """Return the object again, with these tensors in it."""
         leaves: list[Any] = []
         for leaf in self.leaves:
-            if isinstance(leaf, _Slot):
+            if isinstance(leaf, (_Slot, HeldByModule)):
                 leaves.append(leaf.of(tensors))
             elif isinstance(leaf, PLAIN):
                 leaves.append(leaf)
@@ -191,10 +212,12 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     return list(attributes_in(value).items())
 
 
-def take_apart(value: Any, *, result: bool, after: Sequence[torch.Tensor] = ()
+def take_apart(value: Any, *, result: bool, after: Sequence[torch.Tensor] = (),
+               held: Mapping[int, HeldByModule] = MappingProxyType({})
                ) -> tuple[list[torch.Tensor], Structure]:
     """Return the tensors of `value`, in order, and the structure around them. `after`: tensors that come
-    before them, and that a ``result`` may hold, too.
+    before them, and that a ``result`` may hold, too. `held`: where modules hold tensors that are left out, by
+    identity.
 
     Objects that pytree does not know, and that hold tensors, become skeletons. For a ``result``,
     the same tensor found twice is one slot; in arguments each occurrence has a slot of its own, and of a
@@ -214,7 +237,7 @@ def take_apart(value: Any, *, result: bool, after: Sequence[torch.Tensor] = ()
     leaves: list[Any] = []
     for leaf in flat:
         if isinstance(leaf, torch.Tensor):
-            leaves.append(slot(leaf))
+            leaves.append(held.get(id(leaf)) or slot(leaf))
         elif isinstance(leaf, PLAIN) or not (result or tensors_in(leaf)):
             leaves.append(leaf)
         else:
