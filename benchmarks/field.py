@@ -49,7 +49,8 @@ from rkmate.measure.step import measure_step
 
 PAGE, ROWS = DOCS / "field.md", Path(__file__).with_name("field.jsonl")
 MODULES = ("layers", "backwards", "losses", "state", "loops", "ways", "text", "images_and_text",
-           "sound_and_series", "adapters", "diffusion", "vision", "volumes_and_graphs", "trainers")
+           "sound_and_series", "adapters", "quantized", "diffusion", "vision", "volumes_and_graphs",
+           "trainers")
 """Of `scenarios/`, in the order of docs/field.md."""
 SCENARIOS: tuple[Scenario, ...] = tuple(
     s for module in MODULES for s in importlib.import_module(f"scenarios.{module}").SCENARIOS)
@@ -125,7 +126,7 @@ def trained(scenario: Scenario, put: Callable[[torch.nn.Module], torch.nn.Module
         if number == 1:
             seconds = time.perf_counter() - begin
     optimizer.zero_grad(set_to_none=True)
-    kept = [t.detach().clone() for t in (*task.model.parameters(), *task.model.buffers())]
+    kept = [_values(t).clone() for t in (*task.model.parameters(), *task.model.buffers())]
     peak = measure_step(task.model, lambda: one_step(task, model, STEPS), timeline=False).peak
     return Trained(losses, kept, task.model, peak, seconds)
 
@@ -193,6 +194,11 @@ def run(scenario: Scenario, costs: str, seen: Notices) -> Row:
     if found.peak > budget:
         return Row(**row, outcome="over", said="; ".join(ours)[:300])
     return Row(**row, outcome="right" if notice is None else "by parts", said=notice or "; ".join(ours))
+
+
+def _values(t: torch.Tensor) -> torch.Tensor:
+    """A tensor's numbers, in a plain tensor also where a library keeps them quantized."""
+    return t.detach().dequantize() if hasattr(t, "__tensor_flatten__") else t.detach()
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scenarios.base import Scenario, Task
+from scenarios.base import Scenario, Task, looped
 from scenarios.models import ENCODER, ids, made
 
 
@@ -104,6 +104,22 @@ def _with_text() -> Task:
     words, x = ids(8), torch.randn(4, 4, 16, 16)
     return Task(model, lambda m: F.mse_loss(
         m["unet"](x, torch.arange(4), m["text"](words)[0]).sample, x))
+
+
+def _inverted() -> Task:
+    """Textual inversion: one word of a frozen text encoder learns, through a frozen U-Net."""
+    task = _with_text()
+    model: Any = task.model.requires_grad_(False)
+    weight = model["text"].get_input_embeddings().weight.requires_grad_()
+    words, x, before = ids(8).clamp(min=10), torch.randn(4, 4, 16, 16), weight.detach().clone()
+    words[:, 3] = 7
+
+    def loss(m: Any, number: int) -> torch.Tensor:
+        with torch.no_grad():               # what the last step has changed of other words
+            weight[:7], weight[8:] = before[:7], before[8:]
+        noise = torch.randn(x.shape)
+        return F.mse_loss(m["unet"](x + noise, torch.arange(4), m["text"](words)[0]).sample, noise)
+    return looped(model, loss)
 
 
 def _consistent() -> Task:
@@ -339,4 +355,5 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("text to image, velocities", lambda: _diffused("v_prediction")),
         ("consistency distillation", _consistent))),
     Scenario("diffusers", "unet and text encoder", "model", _with_text, ("diffusers", "transformers"), 0.6),
+    Scenario("diffusers", "textual inversion", "model", _inverted, ("diffusers", "transformers"), 0.6),
 )

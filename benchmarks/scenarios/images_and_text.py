@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from scenarios.base import Scenario, Task
+from scenarios.base import Scenario, Task, looped
 from scenarios.models import (
     BATCHES,
     BOTH,
@@ -92,6 +92,22 @@ def by_features(model: Any, batch: dict[str, Any]) -> Task:
         image = features(m.get_image_features(batch["pixel_values"]))
         return F.cross_entropy(text @ image.T, torch.arange(4))
     return Task(model, step)
+
+
+def _other_grids() -> Task:
+    """The vision tower of Qwen2-VL, whose images have other sizes in each batch."""
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+    model = Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(
+        depth=3, embed_dim=32, hidden_size=32, num_heads=4, patch_size=4, mlp_ratio=2)).train()
+    grids = [torch.tensor(grid) for grid in ([[1, 8, 8], [1, 4, 8]], [[1, 4, 4], [1, 16, 4]], [[1, 8, 12]])]
+    pictures = [torch.randn(int(grid.prod(-1).sum()), 96) for grid in grids]
+
+    def loss(m: Any, number: int) -> torch.Tensor:
+        found = m(pictures[number % 3], grid_thw=grids[number % 3])
+        return (found if isinstance(found, torch.Tensor) else found[0]).square().mean()
+    return looped(model, loss)
 
 
 ROWS: tuple[Architecture, ...] = (
@@ -211,4 +227,6 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("transformers", "clip, by methods", "CLIPModel(config)",
              lambda: by_features(made("CLIPModel", "CLIP", TOWERS), BATCHES["contrast"]()),
              ("transformers",)),
+    Scenario("transformers", "qwen2-vl's tower, other grids", "model.visual", _other_grids,
+             ("transformers",), 0.8),
 )

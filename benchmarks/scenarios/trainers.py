@@ -307,8 +307,9 @@ def _accelerate(**options: Any) -> Task:
     return Task(blocks(4, nn.Linear(32, 4)), lambda m: F.cross_entropy(m(x[:32]), y[:32]), train=train)
 
 
-def sentences_task(loss: str, columns: tuple[str, ...], **options: Any) -> Task:
-    """A model of sentences that a trainer trains. `options`: of the loss."""
+def sentences_task(loss: str, columns: tuple[str, ...], label: str = "", **options: Any) -> Task:
+    """A model of sentences that a trainer trains. `label`: the type of a column of labels; `options`: of the
+    loss."""
     import datasets
     import sentence_transformers as st
     from sentence_transformers import losses
@@ -320,7 +321,9 @@ def sentences_task(loss: str, columns: tuple[str, ...], **options: Any) -> Task:
     BertModel(BertConfig(**ENCODER)).save_pretrained(folder)
     model = st.SentenceTransformer(modules=[modules.Transformer(folder, max_seq_length=32),
                                             modules.Pooling(32)], device="cpu")
-    data = datasets.Dataset.from_list([{c: text_of() for c in columns} for _ in range(12)])
+    labels = {"int": lambda k: {"label": k % 2}, "float": lambda k: {"label": k / 12}, "": lambda _: {}}
+    data = datasets.Dataset.from_list([
+        {**{c: text_of() for c in columns}, **labels[label](k)} for k in range(12)])
     words = ids(12)
 
     def train(model: Any) -> list[float]:
@@ -392,5 +395,10 @@ SCENARIOS: tuple[Scenario, ...] = (
         gradient_accumulation_steps=2)),
     _of_sentences("two columns", "MultipleNegativesRankingLoss"),
     _of_sentences("three columns", "TripletLoss", "negative"),
+    _of_sentences("negatives of both sides", "MultipleNegativesSymmetricRankingLoss"),
+    _of_sentences("online contrast", "OnlineContrastiveLoss", label="int"),
+    _of_sentences("cosines", "CosineSimilarityLoss", label="float"),
+    _of_sentences("ranked cosines", "CoSENTLoss", label="float"),
+    _of_sentences("entailment", "SoftmaxLoss", label="int", num_labels=2, sentence_embedding_dimension=32),
     _of_sentences("cached negatives", "CachedMultipleNegativesRankingLoss", mini_batch_size=2),
 )

@@ -46,6 +46,37 @@ def _related(pyg: Any) -> Task:
     return Task(Net(), lambda m: F.mse_loss(m(x, edges, kinds), torch.zeros(60, 16)))
 
 
+def _pooled(pyg: Any, kind: str) -> Task:
+    """Classes of graphs, whose vertices are scored, and the best of them kept."""
+    x, edges = torch.randn(60, 16), torch.randint(0, 20, (2, 80)) + torch.arange(80) % 3 * 20
+    graphs, labels = torch.arange(60) // 20, torch.tensor([0, 1, 2])
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(pyg.GCNConv(16, 16) for _ in range(3))
+            self.pools = nn.ModuleList(getattr(pyg, kind)(16, ratio=0.8) for _ in range(2))
+            self.head = nn.Linear(32, 3)
+
+        def forward(self, x: torch.Tensor, edges: torch.Tensor, graphs: torch.Tensor) -> torch.Tensor:
+            found = torch.zeros(3, 32)
+            for layer, pool in zip(self.layers, self.pools, strict=False):
+                x = F.relu(layer(x, edges))
+                x, edges, _, graphs, *_ = pool(x, edges, batch=graphs)
+                found = found + torch.cat([
+                    pyg.global_max_pool(x, graphs), pyg.global_mean_pool(x, graphs)], 1)
+            return self.head(found)     # type: ignore[no-any-return]
+    return Task(Net(), lambda m: F.cross_entropy(m(x, edges, graphs), labels))
+
+
+def _by_encoder(smp: Any, model: str, loss: str, **options: Any) -> Task:
+    """A network of segmentation_models_pytorch, and a loss of theirs."""
+    x, y = torch.randn(2, 3, 64, 64), torch.randint(0, 2, (2, 1, 64, 64))
+    criterion = getattr(smp.losses, loss)("binary")
+    return Task(getattr(smp, model)("resnet18", encoder_weights=None, **options).train(),
+                lambda m: criterion(m(x), y))
+
+
 _graphs = functools.partial(net, "torch_geometric", "torch_geometric.nn", budget=0.9)
 _monai = functools.partial(net, "monai", "monai.networks.nets")
 
@@ -121,6 +152,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     _graphs("transformer", "TransformerConv", lambda pyg: graph(
         lambda: pyg.TransformerConv(16, 8, heads=2))),
     _graphs("rgcn", "RGCN", _related),
+    _graphs("the best vertices", "model", lambda pyg: _pooled(pyg, "TopKPooling")),
+    _graphs("the best vertices, by attention", "model", lambda pyg: _pooled(pyg, "SAGPooling")),
     # Volumes and pictures.
     of_monai("unet", "UNet", lambda nets: nets.UNet(3, 1, 2, (8, 16, 32), (2, 2), num_res_units=1), 0.9),
     of_monai("segresnet", "SegResNet", lambda nets: nets.SegResNet(
@@ -178,4 +211,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     net("segmentation_models_pytorch", "segmentation_models_pytorch", "unet", "smp.Unet",
         lambda smp: to_zero(smp.Unet("resnet18", encoder_weights=None), torch.randn(1, 3, 64, 64)),
         budget=0.9),
+    *(net("segmentation_models_pytorch", "segmentation_models_pytorch", name, f"smp.{model}",
+          functools.partial(_by_encoder, model=model, loss=loss, **options), budget=0.9)
+      for name, model, loss, options in (
+          ("unet++, dice", "UnetPlusPlus", "DiceLoss", {}), ("fpn, focal", "FPN", "FocalLoss", {}),
+          ("deeplab v3+, tversky", "DeepLabV3Plus", "TverskyLoss", {}),
+          ("linknet, lovasz", "Linknet", "LovaszLoss", {}),
+          ("unet, scse, jaccard", "Unet", "JaccardLoss", {"decoder_attention_type": "scse"}))),
 )

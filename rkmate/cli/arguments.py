@@ -24,7 +24,8 @@ def add_target(parser: argparse.ArgumentParser, *, budget: bool, plan_file: bool
     """Declare a target and how it is planned; `budget`: for one budget; `plan_file`: a saved plan will
     do; `optional`: the command works without a target, too."""
     parser.add_argument("target", metavar="TARGET", nargs="?" if optional else None,
-                        help="module:factory, or a demo model" + (", or a saved plan" if plan_file else ""))
+                        help="module:factory, file.py:factory, or a demo model" +
+                         (", or a saved plan" if plan_file else ""))
     if budget:
         parser.add_argument("--budget", metavar="B", required=not plan_file,
                             help="600MiB, 1.5GB, 50%%, 0.5, auto, or bytes")

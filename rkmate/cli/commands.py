@@ -255,7 +255,7 @@ def _read_or_make(args: argparse.Namespace, source: bool) -> tuple[Plan, Target 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``compare``."""
-    parser.add_argument("target", metavar="TARGET", help="module:factory, or a demo model")
+    parser.add_argument("target", metavar="TARGET", help="module:factory, file.py:factory, or a demo model")
     parser.add_argument("--budgets", nargs="+", metavar="B",
                         help="600MiB, 1.5GB, 50%%, 0.5, auto or bytes "
                         "(default: 100%% 80%% 60%% 50%% 40%% 30%%)")

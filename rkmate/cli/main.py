@@ -39,9 +39,9 @@ Each command has a --help of its own.
 """
 _TARGET = """\
 A TARGET is one of
-  - module:factory   a function, importable from the current folder, that takes nothing and returns
-                     (model, args) or (model, args, kwargs): the model in train mode, and sample
-                     inputs of the size that you train with
+  - module:factory   a function, importable from the current folder (or file.py:factory, anywhere),
+                     that takes nothing and returns (model, args) or (model, args, kwargs): the model
+                     in train mode, and sample inputs of the size that you train with
   - a built-in demo model:
 {demos}
   - for draw and report also the file of a plan: rkmate plan TARGET --budget B --save plan.json

@@ -99,12 +99,14 @@ def load_target(name: str, device: str | None = None, mesh: Any = None) -> Targe
             raise TargetError(name, error) from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ArgumentError(f"{name} returned {type(made).__name__}; it should return (model, args) or "
-                            "(model, args, kwargs)")
+                            "(model, args, kwargs), such as (model, (x,))")
     model, args = made[:2]
     kwargs = made[2] if len(made) == 3 else {}
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
         raise ArgumentError(f"{name} returned args of type {type(args).__name__} and kwargs of type "
-                            f"{type(kwargs).__name__}; they should be a tuple and a dict")
+                            f"{type(kwargs).__name__}; they should be a tuple and a dict: the arguments of "
+                            "one call of the model, such as (x,) for one tensor, or the first batch of a "
+                            "loader")
     if device is not None:
         model, args, kwargs = _moved(model, tuple(args), kwargs, device)
     return Target(model, tuple(args), kwargs)
@@ -113,23 +115,36 @@ def load_target(name: str, device: str | None = None, mesh: Any = None) -> Targe
 def _factory(name: str) -> Callable[[], Any]:
     module, colon, function = name.partition(":")
     if not colon or not module or not function:
-        raise ArgumentError(f"target is {name!r}; it should be module:factory, or one of the demo "
-                            f"models {', '.join(DEMOS)}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        raise ArgumentError(f"target is {name!r}; it should be module:factory, file.py:factory, or one of "
+                            f"the demo models {', '.join(DEMOS)}")
+    folder, file = os.getcwd(), None
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            raise ArgumentError(f"target is {name!r}: no file {module!r}; give an existing one, or "
+                                "module:factory")
+        file = Path(module).resolve()
+        folder, module = str(file.parent), file.stem
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ArgumentError(f"target is {name!r}: no module {module!r} in the current folder or "
-                            "installed") from error
+                            "installed; give the path of its file, such as "
+                            "folder/models.py:factory, or start in its folder") from error
+    if file is not None and Path(found.__file__ or "").resolve() != file:
+        raise ArgumentError(f"target is {name!r}: Python has another module {module!r} ({found.__file__}); "
+                            "rename the file")
     for part in function.split("."):
         if not hasattr(found, part):
-            raise ArgumentError(f"target is {name!r}: {module} has no {function!r}")
+            raise ArgumentError(f"target is {name!r}: {module} has no {function!r}; give the name of a "
+                                "function that returns (model, args)")
         found = getattr(found, part)
-    if not callable(found):
-        raise ArgumentError(f"target is {name!r}: {function} is not a function")
+    if not callable(found) or (hasattr(found, "named_parameters") and not inspect.isclass(found)):
+        raise ArgumentError(f"target is {name!r}: {function} is not a function; write one that returns "
+                            "(model, args)")
     return found  # type: ignore[no-any-return]
 
 

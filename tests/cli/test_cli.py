@@ -91,6 +91,19 @@ def test_report_has_the_curve_and_the_source(tmp_path: Path, capsys: Captured) -
     assert "no schedule fits" not in page.read_text()
 
 
+def test_a_file_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anywhere, with what stands next to it; not if Python has another module of its name."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "width_of_models_here.py").write_text("WIDTH = 3")
+    text = "import torch\nfrom width_of_models_here import WIDTH\ndef make():\n" \
+        "    return torch.nn.Linear(WIDTH, 2), (torch.zeros(1, WIDTH),)"
+    for name in ("models_here.py", "json.py"):
+        (tmp_path / name).write_text(text)
+    assert load_target(f"{tmp_path / 'models_here.py'}:make").model.in_features == 3
+    with pytest.raises(rkmate.ArgumentError, match=r"another module 'json'.*rename"):
+        load_target(f"{tmp_path / 'json.py'}:make")
+
+
 @pytest.mark.parametrize(("arguments", "status", "message"), [
     (["plan", TARGET, "--budget", "lots"], 2, "budget is 'lots'"),
     (["plan", TARGET, "--budget", "auto"], 2, "CUDA"),
@@ -98,6 +111,8 @@ def test_report_has_the_curve_and_the_source(tmp_path: Path, capsys: Captured) -
     (["plan", TARGET, "--budget", "50%", "--device", "gpu"], 2, "device is 'gpu'"),
     (["plan", "nothing", "--budget", "50%"], 2, "module:factory"),
     (["plan", "no.such.module:f", "--budget", "50%"], 2, "no module"),
+    (["plan", "no/such.py:f", "--budget", "50%"], 2, "give an existing one"),
+    (["plan", "tests.show.targets:SCORES", "--budget", "50%"], 2, "not a function; write one"),
     (["plan", "tests.show.targets:nope", "--budget", "50%"], 2, "has no 'nope'"),
     (["plan", "tests.show.targets:number", "--budget", "50%"], 2, "not a function"),
     (["plan", "tests.show.targets:model_only", "--budget", "50%"], 2, r"\(model, args\)"),

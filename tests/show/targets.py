@@ -46,3 +46,4 @@ def branching() -> Any:
 
 
 number = 3
+SCORES = Scores()

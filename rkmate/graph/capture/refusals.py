@@ -336,6 +336,8 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     else:
         hint = "" if isinstance(error, CaptureError) else f" ({type(error).__name__})"
     found, way = f"{reason}{hint}", way_out(model, place, f"{text} {hint}")
+    if not way and hint.startswith(" ("):
+        way = " If the model also fails without rkmate, correct its inputs first."
     stop = "." if way and not found.endswith(".") else ""
     return CaptureError(f"{type(model).__name__} cannot be captured{place}: {found}{stop}{way}")
 
