@@ -74,7 +74,8 @@ STEPS = {"recurrent_steps", "recurrent_steps_backward"}
                      "add_embedding_rows.out", "add_embedding_gradient", "add_convolution_gradient",
                      "convolution", "dropout", "bernoulli", "bernoulli_", *STEPS, *COLLECTIVES}),
     ("flops", {"convolution", "add_convolution_gradient", "add_embedding_gradient", *STEPS}),
-    ("gradient", {"product", "cumulative_product", "ctc_loss", "cudnn_rnn", "dropout", "recurrent_steps"}),
+    ("gradient", {"product", "cumulative_product", "ctc_loss", "cudnn_rnn", "dropout", "recurrent_steps",
+                  "trilinear"}),
 ])
 def test_of_which_operators_something_is_known(question: str, names: set[str]) -> None:
     assert {name for name, record in records().items() if getattr(record, question)} == names

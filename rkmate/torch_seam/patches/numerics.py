@@ -261,7 +261,7 @@ register((OwnOperator(
     "trilinear(Tensor a, Tensor b, Tensor c, int[] of_a, int[] of_b, int[] of_c, int[] added, "
     "int unroll, ScalarType dtype) -> Tensor", _trilinear_cast,
     shape=lambda *given: aten._trilinear.default(*given[:-1]),
-    gradient=Gradient(_trilinear_gradient, _keep_factors), stands_for=aten._trilinear.default),))
+    gradient=Gradient(_trilinear_gradient, _keep_factors)),))
 
 
 def _trilinear(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, of_a: list[int], of_b: list[int],
