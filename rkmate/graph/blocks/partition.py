@@ -13,10 +13,8 @@ from rkmate.torch_seam.nodes import sequence_number
 
 SHARE = 128
 LEAST = 1 << 16
-KEPT_SHARE = 16
 """Bytes of gradients that may wait for others wherever they are made, so that a step is not cut into too many
-functions: all gradients' bytes divided by `SHARE`, or `LEAST`, which in small steps is at most the bytes that
-the forward keeps for the backward, divided by `KEPT_SHARE`."""
+functions: this number, or all gradients' bytes divided by `SHARE`."""
 WORKING_SHARE = 32
 """Gradients may also take the bytes of the largest operation of their block (inputs and results) divided by
 this number, if the next largest operation is smaller by as much."""
@@ -128,9 +126,9 @@ def _segments(program: Program, of: tuple[int, ...]) -> tuple[tuple[int, ...], M
     """Return where autograd functions end, and after which C node each parameter gradient leaves.
 
     A function ends with its block, and earlier when the gradients that it still holds weigh more than
-    those that may wait (`SHARE`, `LEAST`, `KEPT_SHARE`, `WORKING_SHARE`): they leave before they could
-    matter. A gradient leaves only when the backward has read its parameter for the last time, as in eager
-    mode: an optimizer may change the parameter then.
+    those that may wait (`SHARE`, `LEAST`, `WORKING_SHARE`): they leave before they could matter. A gradient
+    leaves only when the backward has read its parameter for the last time, as in eager mode: an optimizer
+    may change the parameter then.
     """
     cd = program.cd
     parts: dict[int, list[int]] = {}
@@ -143,9 +141,7 @@ def _segments(program: Program, of: tuple[int, ...]) -> tuple[tuple[int, ...], M
         parts.setdefault(made, []).append(j)
         by_source.setdefault(source, []).append(j)
     total = sum(cd.d[j].size for js in parts.values() for j in js)
-    kept = sum(cd.d[j].size for j in {j for i in cd.backward for j in cd.c[i].inputs}
-               if (made := cd.producer[j]) is not None and made < cd.loss)
-    limit = max(total // SHARE, min(LEAST, kept // KEPT_SHARE))
+    limit = max(total // SHARE, LEAST)
     leaving = {j for js in parts.values() for j in js}
     work = {i: sum(cd.d[j].size for j in {*cd.c[i].inputs, *cd.c[i].outputs} - leaving) for i in cd.backward}
     most: dict[int, int] = {}
