@@ -238,7 +238,7 @@ def _covariance(x: torch.Tensor, *, correction: int = 1, fweights: torch.Tensor 
 
 def _trilinear_cast(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, of_a: list[int], of_b: list[int],
                     of_c: list[int], added: list[int], unroll: int, dtype: torch.dtype) -> torch.Tensor:
-    with torch.autocast(a.device.type, dtype, cache_enabled=False):
+    with torch.autocast(devices.of(a).autocast_kind, dtype, cache_enabled=False):
         result: torch.Tensor = aten._trilinear.default(a, b, c, of_a, of_b, of_c, added, unroll)
     return result
 
