@@ -342,6 +342,9 @@ def block(traced: Traced, variant: Variant | None = None) -> Blocked:
         nonlocal middle
         with gc_pause(), read_directly():
             program = lower(simplify(traced.capture, traced.wanted, choices))
+            if not program.cd.c:
+                raise ArgumentError(f"{traced.name}: the forward returns what it gets, or views of it, and "
+                                    "computes nothing, so there is nothing to plan")
             middle = time.perf_counter()
             parts = partition(program, cut)
             stages = cut_children(parts.program, traced.children)

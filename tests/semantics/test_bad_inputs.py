@@ -153,6 +153,8 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
                                                                    costs="measured")),
     "not a tensor": (C, "Linear cannot be captured", lambda: _wrap(args=("text",))),
     "nothing to train": (A, "nothing to train", lambda: _wrap(_frozen())),
+    "nothing computed": (A, "computes nothing",
+                         lambda: _wrap(nn.Identity(), (torch.randn(4, 8, requires_grad=True),))),
     "no tensor returned": (A, "nothing to train", lambda: _wrap(_Shape(8, 8))),
     "forward raises": (C, "own complaint.*without rkmate, correct its inputs",
                        lambda: _wrap(_Raises(8, 8))),
