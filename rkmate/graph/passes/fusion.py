@@ -106,8 +106,6 @@ def _loaded(text: str, name: str, threads: int, default: torch.dtype) -> Fused:
     return made
 
 
-
-
 # -- What can be part of a group -------------------------------------------------------------------
 #
 # Which operations, and over how many numbers each of them works.

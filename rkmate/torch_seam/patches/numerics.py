@@ -86,7 +86,6 @@ _define("product", "Tensor x, int? dim, bool keepdim", _product, _layout_of_prod
 _define("cumulative_product", "Tensor x, int dim", _cumulative_product, _layout_of_cumulative_product)
 
 
-
 def _one_zero(like: torch.Tensor) -> torch.Tensor:
     one = torch.ones_like(like)
     if one.numel():

@@ -96,8 +96,6 @@ def _bytes(value: Any) -> int:
     return 0                                   # several results are counted where they are taken apart
 
 
-
-
 # -- Statements ------------------------------------------------------------------------------------
 
 

@@ -162,8 +162,6 @@ def _compiled(text: str, name: str) -> Callable[..., Any]:
     return made
 
 
-
-
 # -- Fewer and larger parts ------------------------------------------------------------------------
 #
 # The graph contains the variant that needs the least memory. The kernel is chosen at each step of a schedule,
