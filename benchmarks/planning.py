@@ -139,27 +139,24 @@ BENCHMARKED = ("gpt", "gpt12", "resnet18", "resnet50", "regnet", "unet", "t5", "
 
 
 class Clock:
-    """Processor and wall seconds of each stage, without those of the stages that it calls; and its calls."""
+    """Processor seconds of each stage, without those of the stages that it calls."""
 
     def __init__(self) -> None:
-        self.spent: dict[str, list[float]] = {}
-        self._inner: list[list[float]] = []
+        self.spent = dict.fromkeys(COLUMNS, 0.0)
+        self._inner: list[float] = []
 
     def timed(self, stage: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that does the same, and is timed."""
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._inner.append([0.0, 0.0])
-            begin = time.process_time(), time.perf_counter()
+            self._inner.append(0.0)
+            begin = time.process_time()
             try:
                 return run(*args, **kwargs)
             finally:
-                whole = time.process_time() - begin[0], time.perf_counter() - begin[1]
-                inner, found = self._inner.pop(), self.spent.setdefault(stage, [0.0, 0.0, 0])
-                for k in range(2):
-                    found[k] += whole[k] - inner[k]
-                    if self._inner:
-                        self._inner[-1][k] += whole[k]
-                found[2] += 1
+                whole = time.process_time() - begin
+                self.spent[stage] += whole - self._inner.pop()
+                if self._inner:
+                    self._inner[-1] += whole
         return timed
 
     def watch(self) -> None:
@@ -170,9 +167,9 @@ class Clock:
             setattr(module, name, self.timed(stage, getattr(module, name)))
 
     @property
-    def all(self) -> list[float]:
-        """Processor and wall seconds of all stages."""
-        return [sum(spent[k] for spent in self.spent.values()) for k in range(2)]
+    def all(self) -> float:
+        """Processor seconds of all stages."""
+        return sum(self.spent.values())
 
 
 def profile(name: str, width: int, length: int, costs: Any) -> None:
@@ -190,9 +187,9 @@ def profile(name: str, width: int, length: int, costs: Any) -> None:
     look_at = search._Comparison.look_at
 
     def looked_at(*args: Any) -> None:
-        before = clock.all[0]
+        before = clock.all
         look_at(*args)
-        variants.append(clock.all[0] - before)
+        variants.append(clock.all - before)
 
     search._Comparison.look_at = looked_at  # type: ignore[method-assign]
 
@@ -204,10 +201,10 @@ def profile(name: str, width: int, length: int, costs: Any) -> None:
     out = wrapped(*args, **kwargs)
     loss = out if hasattr(out, "backward") else out.loss
     loss.sum().backward()
-    done = time.process_time() - begin[0], time.perf_counter() - begin[1]
-    spent = {stage: clock.spent.get(stage, [0.0, 0.0])[0] for stage in COLUMNS}
-    spent["rest"] += planned[0] - clock.all[0]
-    spent["first step"] = done[0] - planned[0]
+    done = time.process_time() - begin[0]
+    spent = dict(clock.spent)
+    spent["rest"] += planned[0] - clock.all
+    spent["first step"] = done - planned[0]
     print(json.dumps({"spent": spent, "others": sum(variants[1:]), "planned": planned[1],
                       "captured": wrapped.plan.nodes["captured"], "gap": wrapped.plan.gap,
                       "overhead": wrapped.plan.overhead}))
@@ -216,7 +213,7 @@ def profile(name: str, width: int, length: int, costs: Any) -> None:
 def print_profiles(names: list[str], width: int, length: int) -> None:
     """Print a table of the stages' processor seconds for each model and source of costs. The last columns are
     seconds by the clock, until there is a planned module: in the first process, and in a second one that
-    finds on disk what the first has left, with its capture alone beside."""
+    finds on disk what the first has left; and processor seconds of the second one's capture."""
     print(f"| model | captured | costs | {' | '.join(COLUMNS)} | other variants | planned "
           "| second process: planned | its capture | overhead, gap |")
     print("|---|--:|---" + "|--:" * (len(COLUMNS) + 5) + "|")

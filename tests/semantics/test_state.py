@@ -500,7 +500,7 @@ class Points(nn.Module):
         self.register_buffer("scale", torch.rand(4))
         self.register_buffer("anew", torch.rand(4))
         self.inner = nn.BatchNorm1d(4)
-        self.table, self.seen = torch.rand(4), torch.zeros(4)
+        self.table = torch.rand(4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.before = self.anew

@@ -140,7 +140,7 @@ class _Flat(nn.Module):
         with repaired("forward", self.model), nullcontext() if is_off(INNER) else \
                 noting_inner_gradients(self.found.note_gradient), as_dtensors(), self._told(tensors):
             out, placed = local_results(planned_part_of_call(self.model)(*args, **kwargs))
-            held, now = held_by_modules(self.model), set(map(id, self.model.buffers()))
+            of_modules, now = held_by_modules(self.model), set(map(id, self.model.buffers()))
             replaced = {id(b): b.clone() for b in buffers if id(b) not in now}     # before they are written
         changed = [(k, held) for k, (held, ids) in self._inputs.held_by_objects(args, kwargs).items()
                    if ids != before[k][1]]
@@ -155,7 +155,7 @@ class _Flat(nn.Module):
         effects, every = found_effects(
             self.found.assigned, [*(((), f) for f in self.before.filled()),
                                   *((keys, f) for keys, f in own if f is not None)], changed,
-            [*tensors, *flat], held)
+            [*tensors, *flat], of_modules)
         flat = every[len(tensors):]
         asked, answers = taken_for_granted(len(flat))
         flat += asked

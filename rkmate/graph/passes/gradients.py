@@ -29,6 +29,10 @@ aten = torch.ops.aten
 # a sum, a column of a stack. A copy would be added up in another order.
 
 
+_MOVES = RESHAPES | SQUEEZES | TURNS
+_OF_ANY_LAYOUT = {*PRODUCTS, aten.sum.dim_IntList}
+
+
 def gradients_of_any_strides(joint: Joint) -> frozenset[int]:
     """Return the numbers of the outputs whose gradients only products of matrices and sums read: these give
     results of one layout, whatever the layout of an operand is."""
@@ -36,8 +40,7 @@ def gradients_of_any_strides(joint: Joint) -> frozenset[int]:
 
     def takes_any(value: fx.Node) -> bool:
         return value not in handed and all(
-            u.target in (*PRODUCTS, aten.sum.dim_IntList) or
-            (u.target in RESHAPES | TURNS | SQUEEZES and takes_any(u)) for u in value.users)
+            u.target in _OF_ANY_LAYOUT or (u.target in _MOVES and takes_any(u)) for u in value.users)
 
     return frozenset(int(s.key) for n, s in joint.sources.items() if s.kind == "tangent" and takes_any(n))
 
@@ -241,7 +244,7 @@ def _form(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
 # source of the kind ``grad``. Such an operation is of the backward, it runs once, and nobody reads what it
 # returns.
 
-_VIEWS = RESHAPES | SQUEEZES | TURNS | {aten.reshape.default}
+_VIEWS = _MOVES | {aten.reshape.default}
 """Views that `_Adder.seen_as` undoes: `TURNS` by an operation of their kind, the others by a view."""
 _PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 
