@@ -94,7 +94,7 @@ class SeveralGraphs(OneBudget):
     def __init__(self, budget: Budget, settings: Settings, options: Any) -> None:
         """`options`: of that ``torch.compile``, by whose identity its graphs know each other."""
         super().__init__(nn.Module(), Planning(budget, settings.planner_name, settings, False))
-        self._run, self._loss, self._options = settings.run, settings.loss_bytes, options
+        self._loss, self._options = settings.loss_bytes, options
         self._calls = settings.calls
         """Calls of one graph that its own plan is for."""
         self._uncalled: weakref.WeakSet[StepGraph] = weakref.WeakSet()
@@ -174,4 +174,4 @@ class SeveralGraphs(OneBudget):
         calls = max((Counter(known)[graph] for known in self._known), default=1)
         graph.module = PlannedModule(graph.graph, replace(
             self.planning, budget=Budget(bytes=plan.planned.plan.budget_bytes),
-            calls_at_once=max(self._calls, calls)), self._run.verify, self._run.on_new_shape, (plan,))
+            calls_at_once=max(self._calls, calls)), (plan,))
