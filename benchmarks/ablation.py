@@ -216,6 +216,17 @@ FEATURES: dict[str, Feature] = {
         concerns="layers with root mean square norms",
         stays="stays for Llama blocks in plain PyTorch: the smallest budget of two with 8,192 tokens is 20% "
               "smaller ([tiles](tiles.md))"),
+    "tiled MLPs": Feature(
+        "where nothing else fits, the two products of an MLP and what is between them run a few rows at a "
+        "time",
+        without={"tiled_mlps": "never"}, models=("gpt", "gpt12", "t5", "vit", "mlp", "llama"),
+        concerns="MLPs"),
+    "written parts": Feature(
+        "what a kernel reads of a buffer that another has written in parts is read from what it wrote",
+        _without_row(passes, "REWRITES", "written parts")),
+    "chains of views": Feature(
+        "reshapes and transposes that undo one another are left out",
+        _without_row(passes, "REWRITES", "chains of views")),
     "grouped loss": Feature(
         "with gradients in place, a head runs in groups of rows, of which a schedule keeps some",
         _without_row(variants, "VARIANTS", "grouped-loss"),

@@ -44,8 +44,8 @@ from rkmate.planners.registry import SENDING
 from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.agreement import SHARED, Ranks, description, shared, shows_signs
 from rkmate.runtime.kept_plans import Planning
-from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import PlannedModule
+from rkmate.runtime.padding import checked_lengths
 from rkmate.runtime.recorded_step import check_device
 from rkmate.settings import Chosen, Options, check_default_planner, check_no_settings_of_wrap, chosen
 from rkmate.show.curve import Curve

@@ -24,7 +24,7 @@ from rkmate.pipeline.sizes import KnownPlan
 from rkmate.runtime.adapters import Observations
 from rkmate.runtime.executable import PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards, changing, differing, warn_of_changes
-from rkmate.runtime.lengths import Member, alike, outdated
+from rkmate.runtime.new_sizes import Member, alike, outdated
 from rkmate.runtime.outside import LOOKS, MANY, Outside, Shown, is_over, warn_of_other_layers, warn_of_others
 from rkmate.runtime.recorded_step import RecordedStep
 from rkmate.runtime.segments import OpenCalls

@@ -27,7 +27,7 @@ from rkmate.runtime.executable import Gradients
 from rkmate.runtime.followed_step import UnusualSteps
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.kept_plans import Executable, Planning, Prototype, Specialization
-from rkmate.runtime.lengths import Lengths
+from rkmate.runtime.padding import Lengths, padding_to
 from rkmate.runtime.plan_cache import PlanCache
 from rkmate.runtime.segments import Call, watch_sums
 from rkmate.show.plan import Plan
@@ -153,7 +153,7 @@ class PlannedModule(StandIn):
 
     def _adapt(self, lengths: Lengths | None) -> None:
         """Set the adapters around calls, which pad to these lengths."""
-        self.__dict__.update(_lengths=lengths, _around=before_a_plan(lengths, self._reader,
+        self.__dict__.update(_lengths=lengths, _around=before_a_plan(padding_to(lengths), self._reader,
                                                                      self._plans.observations))
 
     # -- planning -------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from rkmate.runtime.kept_plans import (
     TangentMask,
     handed_on,
 )
-from rkmate.runtime.lengths import Member, NewSizes, compare, derive, known_at, members_for
+from rkmate.runtime.new_sizes import Member, NewSizes, compare, derive, known_at, members_for
 from rkmate.runtime.outside import (
     LOOKS,
     MANY,
