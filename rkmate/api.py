@@ -69,7 +69,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     Args:
         model: the module to train.
         args, kwargs: sample inputs of its forward, of the size that it will be trained with.
-        budget: bytes (int), text ("600MiB", "1.5GB"), a float in (0, 1], which is a fraction of the
+        budget: bytes (int), text ("600MiB", "1.5GB", "50%"), a float in (0, 1], which is a fraction of the
             model's own peak, or ``"auto"``: the largest budget whose steps fit into the free memory of the
             CUDA device, together with gradients, the states of Adam and the allocator's fragments. The budget
             bounds the bytes that a training step allocates on top of what is in memory before the step.
@@ -147,8 +147,10 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
             several ranks) share one budget in the same way, for all of their calls up to an optimizer's step.
         args, kwargs: sample inputs, to plan now. Without them, the first call that records gradients is
             planned when it comes: with the real batch, in the mode that it is trained in.
-        budget: as for `wrap`; a fraction refers to the peak of the first call.
-        plan: as for `wrap`, together with the sample inputs that it belongs to.
+        budget: bytes (int), text ("600MiB", "50%"), a float in (0, 1], which is a fraction of the peak of the
+            first call, or ``"auto"``, as for `wrap`.
+        plan: a plan made before (`Plan.load`), instead of a budget, with the sample inputs that it belongs
+            to.
         options: `rkmate.Options`, as for `wrap`. ``RunSettings(training=...)`` concerns sample inputs alone.
 
     Returns:
@@ -204,8 +206,8 @@ def remove(model: _M) -> _M:
 
 
 def applied(model: nn.Module) -> PlannedModule | None:
-    """Return the module that shows the plan of `model` after `apply`: its ``.plan`` and ``.source``, like
-    those of a module that `wrap` returns. None for other modules."""
+    """Return the module that shows the plan of `model` after `apply`, in its ``.plan`` and ``.source``, as a
+    module that `wrap` returns does; None for a module without `apply`."""
     if not isinstance(model, torch.jit.ScriptModule):       # such a part of a model has no plan
         check_model(model, compiled=True)
     call = planned_call_of(model)
@@ -215,13 +217,24 @@ def applied(model: nn.Module) -> PlannedModule | None:
 def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str, loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
          device: GPU | str | None = None, **options: Unpack[Options]) -> Plan:
-    """Return the plan that `wrap` would follow, without generating code. Arguments and errors are those of
-    `wrap`.
+    """Return the plan that `wrap` would follow, without generating code.
 
-    `device`: a GPU to plan for, which this machine need not have (`rkmate.devices.H100`, or ``"h100"``).
-    Times are then estimates, ``budget="auto"`` is the memory that the GPU has left for a step, and the model
-    may be on the CPU or on the meta device. The plan's note says what is unknown; see [planning
-    elsewhere](planning-elsewhere.md).
+    Args:
+        model: the module to train.
+        args, kwargs: sample inputs of its forward, of the size that it will be trained with.
+        budget: bytes (int), text ("600MiB", "50%"), a float in (0, 1], which is a fraction of the model's own
+            peak, or ``"auto"``, as for `wrap`.
+        loss, loss_args: a loss that the plan includes, and its arguments after the output, as for `wrap`.
+        device: a GPU to plan for, which this machine need not have (`rkmate.devices.H100`, or ``"h100"``).
+            Times are then estimates, ``budget="auto"`` is the memory that the GPU has left for a step, and
+            the model may be on the CPU or on the meta device. The plan's note says what is unknown; see
+            [planning elsewhere](planning-elsewhere.md).
+        options: `rkmate.Options`, as for `wrap`.
+
+    Raises:
+        InfeasibleBudget: no schedule fits; ``.minimum_bytes`` is the smallest budget.
+        CaptureError: the model has no static graph; the message names the operation and the line.
+        RkmateError: the other errors of `wrap`.
     """
     call = chosen(options, plan)
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
@@ -239,10 +252,22 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     """Return plans along the curve of time against memory, from the largest budget to the smallest.
 
     One capture and one measurement serve all plans, and so do the options of a graph's blocks (larger tiles
-    of a head have options of their own). Without `budgets`: ten steps from the model's own peak to the
-    smallest budget that the original's operations can meet. The result is a sequence of plans that can be
-    drawn (``.plot("curve.svg")``). Raises `InfeasibleBudget` if one of `budgets` cannot be met, and otherwise
-    as `wrap`. `device`: as for `plan`.
+    of a head have options of their own). The result is a sequence of plans that prints as a table and can be
+    drawn (``.plot("curve.svg")``).
+
+    Args:
+        model: the module to train.
+        args, kwargs: sample inputs of its forward, of the size that it will be trained with.
+        budgets: bytes, text or fractions, each as for `wrap`. None: ten steps from the model's own peak to
+            the smallest budget that the original's operations can meet.
+        loss, loss_args: a loss that the plans include, and its arguments after the output, as for `wrap`.
+        device: a GPU to plan for, which this machine need not have, as for `plan`.
+        options: `rkmate.Options`, as for `wrap`.
+
+    Raises:
+        InfeasibleBudget: one of `budgets` cannot be met; ``.minimum_bytes`` is the smallest budget.
+        CaptureError: the model has no static graph; the message names the operation and the line.
+        RkmateError: the other errors of `wrap`.
     """
     call = chosen(options, tradeoff)
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
@@ -270,7 +295,8 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         make_inputs: function from a batch size to ``args``, or to ``(args, kwargs)`` with a tuple and a dict.
         device_memory: memory of the whole device, in bytes or text ("24GiB"); parameters, buffers, gradients
             and optimizer state are subtracted. None: the free memory of the model's CUDA device.
-        optimizer_states: see `auto_budget`.
+        optimizer_states: number of tensors of a parameter's size that the optimizer keeps for each
+            parameter: 2 for Adam and AdamW, 1 for SGD with momentum, 0 for SGD.
         most: largest batch size to try.
         device: a GPU to plan for, as for `plan`: costs are then estimated, and `device_memory` is the GPU's
             by default.
@@ -307,7 +333,8 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
     one plans, and otherwise at most for the group's timeout.
 
     Args:
-        model, args, kwargs, budget: as for `plan`, equal in all processes.
+        model, args, kwargs, budget: the module, sample inputs of its forward, and the budget, as for `plan`;
+            equal in all processes.
         group: the process group; the default group by default.
         new_shapes: what happens to calls that are not planned yet. ``"shared"``: the processes compare them,
             and the first one plans for all, so every process has to make each such call. ``"own"``: each

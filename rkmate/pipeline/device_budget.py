@@ -93,6 +93,7 @@ class BatchSize:
     """The largest batch that fits, and what it costs."""
 
     size: int
+    """Largest batch size that fits."""
     plan: Plan
     """Plan for a step with this batch."""
     budget_bytes: int

@@ -42,11 +42,11 @@ class RunSettings:
     and of what comes back."""
     on_new_shape: NewShape = "plan"
     """The action for a call with other shapes, dtypes or constants: ``"plan"`` makes a plan for it with the
-    same budget, ``"original"`` runs the original module, ``"error"`` raises."""
+    same budget, ``"original"`` runs the original module, ``"error"`` raises `ArgumentError`."""
     training: bool | None = None
     """The train flags to plan sample inputs for. None: the module's own; but a module in eval mode (as
-    ``from_pretrained`` returns it) is planned as its `train` sets it, with a warning. True: always as `train`
-    sets it. False: as it is. Calls with other flags get plans of their own."""
+    ``from_pretrained`` returns it) is planned as its `train` sets it, and the logger "rkmate" says so. True:
+    always as `train` sets it. False: as it is. Calls with other flags get plans of their own."""
     lengths: Sequence[int] | None = None
     """Sequence lengths (dimension 1 of the arguments) that `rkmate.wrap` plans in advance, next to the
     sample's own. None: none."""

@@ -21,9 +21,10 @@ class CutSettings:
     """Limits of a block's length, in forward computations."""
 
     least: int = 4
-    """Shorter blocks join their neighbour."""
+    """Least length of a block: shorter ones join their neighbour."""
     most: int = 45
-    """Longer stretches between 1-separators get frontier cuts, where both parts are as long as `least`."""
+    """Greatest length of a stretch between 1-separators: longer ones get frontier cuts, where both parts are
+    at least as long as `least`."""
 
     def __post_init__(self) -> None:
         for name in ("least", "most"):
