@@ -15,7 +15,6 @@ from rkmate.errors import WishError
 from rkmate.graph.capture.collectives import communicates, group_of
 from rkmate.graph.capture.hints import hints_in
 from rkmate.graph.ops.collectives import is_collective, with_wait
-from rkmate.graph.ops.norms import BY_GROUPS
 from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.joint import Joint, makers_of
 from rkmate.torch_seam.collectives import is_wait
@@ -281,8 +280,8 @@ def _is_statistics_of(user: fx.Node, node: fx.Node) -> bool:
     args: tuple[Any, ...] = user.args
     if user.target is torch.ops.rkmate.cudnn_batch_norm.default:
         return node in args[3:5] and node not in args[:3]
-    return user.target in (aten._native_batch_norm_legit_functional.default, BY_GROUPS) \
-        and args[5] is True and node in args[3:5] and node not in args[:3]
+    return user.target is aten._native_batch_norm_legit_functional.default and args[5] is True \
+        and node in args[3:5] and node not in args[:3]
 
 
 def take_counters_off(joint: Joint) -> None:

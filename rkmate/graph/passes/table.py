@@ -25,7 +25,7 @@ from rkmate.graph.passes.gradients import (
     own_gradients,
     take_sums_apart,
 )
-from rkmate.graph.passes.images import add_up_by_groups, channels_last, layouts_of_gradients, multiply_pixels
+from rkmate.graph.passes.images import channels_last, layouts_of_gradients, multiply_pixels
 from rkmate.graph.passes.joint import Joint, joint_of
 from rkmate.graph.passes.lean import drop_unread_statistics, split_wide, storages_of_their_own
 from rkmate.graph.passes.once import (
@@ -89,11 +89,6 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "An image with channels last is a matrix of pixels by channels, and a convolution of 1 x 1 is a "
             "product with it. Kernels for windows copy such images, or fill gradients with zeros first.",
             multiply_pixels, (), when=("channels-last",)),
-    Rewrite("sums over pixels",
-            "On a CPU, torch's batch norm adds up a channel's pixels one after another if the channels are "
-            "last: over thousands of pixels, the statistics are about fifty times less exact than in the "
-            "other layout. The replacement adds up groups of pixels, and then the groups.",
-            add_up_by_groups, when=("channels-last",)),
     Rewrite("unread statistics",
             "In training mode, a batch norm's gradient takes the updated running statistics but does not "
             "read them. Held until the backward, they would be memory that eager mode does not need.",
