@@ -187,7 +187,7 @@ def simplify(capture: Capture, wanted: tuple[bool, ...], choices: frozenset[str]
     """
     joint = joint_of(capture, wanted, choices)
     rewrite(joint, REWRITES, verify=VERIFY if verify is None else verify)
-    return joint.freeze()
+    return joint
 
 
 def rewrite(joint: Joint, passes: Sequence[Rewrite[Joint]], *, verify: bool = False) -> None:
