@@ -130,18 +130,11 @@ TILED_NORMS = Variant(
     note="norms in them have passes over tiles for their statistics",
     combines=("tiles",),
     within="tiles")
-TILED_SCALES = Variant(
-    "tiled-scales",
-    setting="tiles",
-    takes_longer=True,
-    note="scales of norms are applied behind their products",
-    combines=("chunked-loss", "tiles", "tiled-norms"),
-    within="tiles")
 _WHEN: dict[str, When] = {"keep": "never", "with_compile": "never", "channels_last": "always"}
 """Meaning of the values of `Settings.layouts` for a variant. If groups are compiled, ``"with_compile"`` has
 been replaced by then (`rkmate.pipeline.prepare.with_compiler`)."""
 VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, TILED_MLPS, CHANNELS_LAST, TILES,
-                                 TILED_NORMS, TILED_SCALES)
+                                 TILED_NORMS)
 """The rows of the table. Those that can be combined are tried alone, and together."""
 
 
