@@ -39,7 +39,7 @@ from rkmate.graph.passes.once import (
 from rkmate.graph.passes.outputs import put_outputs_back, take_outputs_off
 from rkmate.graph.passes.tiles.recurrent import segment_recurrent
 from rkmate.graph.passes.tiles.stretches import tile_stretches
-from rkmate.graph.passes.tiles.wide_products import tile_heads, tile_mlps
+from rkmate.graph.passes.tiles.wide_products import tile_heads
 from rkmate.graph.passes.verify import Verifier
 
 REWRITES: tuple[Rewrite[Joint], ...] = (
@@ -121,11 +121,6 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "product, its losses and their gradients are computed a few rows at a time; the last bits of "
             "the weight's gradient differ.",
             tile_heads),
-    Rewrite("tiled MLPs",
-            "Between the two products of a transformer's MLP, a token takes about four times the memory "
-            "that it takes elsewhere. If a budget needs it, MLPs run a few rows at a time; the last bits of "
-            "their weights' gradients differ.",
-            tile_mlps),
     Rewrite("rows of embeddings",
             "Torch makes an embedding's gradient as large as its table, mostly zeros. If the table has "
             "another gradient (of a head that it is tied to), this would be a second matrix of that size: "
