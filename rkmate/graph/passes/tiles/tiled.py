@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -271,21 +271,16 @@ def whole_batch_norm(node: fx.Node) -> tuple[Alternative, ...]:
                         value.numel() * value.element_size()),)
 
 
-KERNELS: Mapping[Any, Callable[[fx.Node], tuple[Alternative, ...]]] = {
-    BATCH_NORM_BACKWARD: whole_batch_norm,
-}
-"""Functions that return the alternatives, by operator. The parts of a plain cross entropy are as fast as
-torch's kernel."""
 FEWER = 4
 """Factor between the parts of one alternative and the next: a useful difference."""
 
 
 def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
-    """Return the other kernels of an operation, the smallest memory first; none if it has only one."""
+    """Return the other kernels of an operation, the smallest memory first; none if it has only one. The parts
+    of a plain cross entropy are as fast as torch's kernel."""
     if isinstance(node.target, InTiles):
         return _of_tiles(node, node.target)
-    find = KERNELS.get(node.target)
-    return () if find is None else find(node)
+    return whole_batch_norm(node) if node.target is BATCH_NORM_BACKWARD else ()
 
 
 def _of_tiles(node: fx.Node, tiled: InTiles) -> tuple[Alternative, ...]:
