@@ -196,12 +196,6 @@ FEATURES: dict[str, Feature] = {
     "tiles": Feature(
         "where nothing else fits, stretches of operations run a few images, rows or blocks of a sequence at "
         "a time", without={"tiles": "never"}),
-    "written parts": Feature(
-        "what a kernel reads of a buffer that another has written in parts is read from what it wrote",
-        _without_row(passes, "REWRITES", "written parts")),
-    "chains of views": Feature(
-        "reshapes and transposes that undo one another are left out",
-        _without_row(passes, "REWRITES", "chains of views")),
     "grouped loss": Feature(
         "with gradients in place, a head runs in groups of rows, of which a schedule keeps some",
         _without_row(variants, "VARIANTS", "grouped-loss"),

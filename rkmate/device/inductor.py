@@ -92,7 +92,7 @@ class Fused:
             if sum(copied) > TOLD:
                 warn(f"{self._function.__name__}, a compiled group of operations, gets tensors in another "
                      f"layout than in the trace: {sum(copied):,} bytes are copied for each call, outside of "
-                     "the plan")
+                     "the plan. Pass inputs and gradients in the layout of the sample (.contiguous())")
         return found
 
 

@@ -17,7 +17,8 @@ from rkmate.settings import Options, check_no_settings_of_wrap, chosen
 try:
     from lightning.pytorch import Callback
 except ImportError as error:
-    raise MissingExtra("the callback for Lightning needs it: pip install lightning") from error
+    raise MissingExtra("rkmate.integrations.lightning.BudgetCallback needs Lightning: "
+                       "pip install lightning") from error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -322,7 +322,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     trains = trains_of(model, captured, settings.trains)
     if not any(captured.differentiable):
         raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
-                            "requires a gradient, so there is nothing to train")
+                            "requires a gradient, so there is nothing to train: check requires_grad, and "
+                            "detach() and no_grad() in the forward")
     if device.elsewhere is not None:
         captured = as_there(captured, device.torch_device)
     return Traced(type(model).__name__, captured, trained_outputs(captured, trains),

@@ -145,10 +145,10 @@ class Observations(Adapter):
         if recipe.observed not in seen:
             seen.add(recipe.observed)
             if len(seen) == MANY:
-                warn(f"the forward looks at values of its inputs, and {MANY} calls of the same shapes had "
-                     "other ones (how many elements a mask picks, say): each takes a plan of its own. Let "
-                     "fewer occur, by padding, or compute without looking ('Values of inputs' in "
-                     "docs/limits.md)")
+                warn(f"the forward reads values of its inputs, and {MANY} calls of the same shapes had "
+                     "different ones (for example, the number of elements that a mask selects): each takes a "
+                     "plan of its own. Pad so that fewer occur, or compute without reading values ('Values "
+                     "of inputs' in docs/limits.md)")
         return key._replace(values=recipe.observed)
 
     def keep(self, keys: Iterable[Guards]) -> None:

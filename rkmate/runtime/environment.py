@@ -80,8 +80,8 @@ class Additions:
                 raise ArgumentError(f"{IN_PLACE}: the parameter {name!r} {why}. {RETURNED}")
             if _is_half_added(parameter.grad):
                 raise ArgumentError(f"{IN_PLACE}: a backward failed when it had added a part of its "
-                                    f"gradients (to that of {name!r}, say): zero them first (zero_grad), "
-                                    "before anything else adds to them, or set them to None")
+                                    f"gradients (for example, to that of {name!r}): zero them first "
+                                    "(zero_grad), before anything else adds to them, or set them to None")
 
     def check(self) -> None:
         """Check the parameters before a backward adds anything. Raises `BackwardError` if a gradient is
@@ -295,7 +295,8 @@ class Environment:
             yield
             if generator_state(self.device) != after:
                 raise BackwardError("another thread drew random numbers while a planned step "
-                                    "drew or repeated its own: the gradients would be wrong")
+                                    "drew or repeated its own: the gradients would be wrong. Draw before "
+                                    "the forward or after the backward, or from a generator of that thread")
 
     def held(self) -> int:
         """Return bytes of the storages that the values stand in, without the caller's; and of buffers of

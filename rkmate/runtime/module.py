@@ -80,7 +80,8 @@ class FirstStep:
                 f"predicted were {self._predicted:,}, the budget is {self._budget:,}, and new parameter "
                 f"gradients may add {self._new_gradients:,}. Something outside the planned module "
                 "(the loss, hooks, other models) allocates during the step, or operations take "
-                "other temporary memory here than when they were measured")
+                "other temporary memory here than when they were measured: reserve room for it "
+                "(rkmate.Settings(loss_bytes=...)), or make the plan again on this machine")
 
 
 # -- Planned modules -------------------------------------------------------------------------------
@@ -280,7 +281,8 @@ class PlannedModule(StandIn):
         # An error of the original's says enough by itself.
         result = self._run_original(call.args, call.kwargs) if raises else None
         self._tell(asked, f"the plan of {type(self._original).__name__} takes for granted that {asked}, and "
-                          "a call has found otherwise: the original runs in such calls, without a budget")
+                          "a call has found otherwise: the original runs in such calls, without a budget "
+                          "('Questions that have one answer' in docs/limits.md)")
         return result if raises else self._run_original(call.args, call.kwargs)
 
     def _tell_of_sum(self, number: int, advice: str = "") -> None:
@@ -344,7 +346,8 @@ class PlannedModule(StandIn):
         if len(self._plans) and not self._plans.has_prototype(key):
             if self._run_settings.on_new_shape == "error":
                 raise ArgumentError("a call differs from the planned ones in "
-                                    f"{self._plans.kept.differing(key)}; and on_new_shape is \"error\"")
+                                    f"{self._plans.kept.differing(key)}; and on_new_shape is \"error\": "
+                                    "\"plan\" makes a plan for it, \"original\" runs the original")
             if self._run_settings.on_new_shape == "original":
                 if "shape" not in self._told:       # such a call may come in every step
                     self._tell("shape", "a call differs from the planned ones in "

@@ -68,7 +68,7 @@ def read_json(path: Path) -> Any:
     except OSError:
         return None
     except ValueError as error:
-        warn(f"{path} is broken and will not be used ({error})")
+        warn(f"{path} is broken and will not be used ({error}): what it kept is made again; delete the file")
         return None
 
 
