@@ -6,8 +6,8 @@ What they take in common is declared once, in `rkmate.settings`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -40,6 +40,7 @@ from rkmate.pipeline.loss import loss_inside, traceable
 from rkmate.pipeline.prepare import Blocked, Measured, Traced, check_model, trace
 from rkmate.pipeline.refuse import room_within
 from rkmate.pipeline.search import make_curve, make_plan
+from rkmate.pipeline.settings import Settings
 from rkmate.planners.registry import SENDING
 from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.agreement import SHARED, Ranks, description, shared, shows_signs
@@ -115,14 +116,8 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
         return wrapped_by_parts(model, _counting(planning, plan), run.training, args, kwargs, plan)
     with flags_to_plan(model, run.training):
         module = PlannedModule(model, planning)
-        try:
+        with _parts_named(model, planning.settings):
             module.plan_for(args, kwargs, plan)
-        except CaptureError as error:
-            if planning.settings.parts == "never" or not any(model.children()):
-                raise
-            raise CaptureError(f"{str(error).rstrip('.')}. rkmate.apply(model, budget=...), or wrap with "
-                               "settings=rkmate.Settings(parts=\"auto\"), plans the parts of such a model "
-                               "that can be planned ('By parts' in docs/recipes.md).") from error
         if ahead is not None:
             module.plan_ahead(ahead, args, kwargs)
     return module
@@ -239,7 +234,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     call = chosen(options, plan)
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
-    with elsewhere.on_gpu(gpu, model):
+    with elsewhere.on_gpu(gpu, model), _parts_named(model, call.settings):
         planning, traced = _traced(model, args, kwargs, budget, call, gpu)
         made = make_plan(traced, planning.budget, planning.planner).plan
     return elsewhere.told(made, gpu)
@@ -272,7 +267,7 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     call = chosen(options, tradeoff)
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
-    with elsewhere.on_gpu(gpu, model):
+    with elsewhere.on_gpu(gpu, model), _parts_named(model, call.settings):
         args, kwargs = checked_sample(model, args, kwargs)
         wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
         planning = _planning(1.0, None, call, gpu)
@@ -397,6 +392,19 @@ def _traced(model: nn.Module, args: Any, kwargs: Any, budget: Any, call: Chosen,
     planning = _planning(_in_bytes(budget, model), None, call, gpu)
     with flags_to_plan(model, call.settings.run.training):
         return planning, trace(model, args, kwargs, planning.settings, Progress(call.progress))
+
+
+@contextmanager
+def _parts_named(model: nn.Module, settings: Settings) -> Iterator[None]:
+    """Add to the error about a model that cannot be captured that its parts can be planned."""
+    try:
+        yield
+    except CaptureError as error:
+        if settings.parts == "never" or not any(model.children()):
+            raise
+        raise CaptureError(f"{str(error).rstrip('.')}. rkmate.apply(model, budget=...), or wrap with "
+                           "settings=rkmate.Settings(parts=\"auto\"), plans the parts of such a model "
+                           "that can be planned ('By parts' in docs/recipes.md).") from error
 
 
 def _in_bytes(budget: Any, model: nn.Module) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from rkmate.errors import CaptureError, InfeasibleBudget
+from rkmate.graph.blocks.partition import LEAST
 from rkmate.graph.capture.captured import Capture
 from rkmate.graph.ops.properties import ALIASES, COPIES, is_random
 from rkmate.pipeline.part_plans import PartWays, lean_variants, more_ways, ways_of
@@ -337,6 +338,7 @@ class OneBudget:
         self._model, self._type = model, type(model).__name__
         self.planning = replace(planning, counts_calls=False, settings=replace(
             settings, calls=1, loss_bytes=0, parts="never", deferred_outputs="never",
+            cut=settings.cut if settings.cut.waiting is not None else replace(settings.cut, waiting=LEAST),
             opaque="auto" if settings.opaque == "auto" else ()))
         """How parts are planned."""
         self._told: set[str] = set()

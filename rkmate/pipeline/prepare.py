@@ -47,7 +47,7 @@ from rkmate.measure.settings import MeasureSettings
 from rkmate.measure.temporaries import with_memory_of_groups
 from rkmate.offload.target import link_of
 from rkmate.pipeline.elsewhere import as_there
-from rkmate.pipeline.loss import ModelAndLoss, traceable, trained_outputs, trains_of
+from rkmate.pipeline.loss import ModelAndLoss, how_to_train, traceable, trained_outputs, trains_of
 from rkmate.pipeline.origin import origin_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first, settings_that_keep
@@ -322,8 +322,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     trains = trains_of(model, captured, settings.trains)
     if not any(captured.differentiable):
         raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
-                            "requires a gradient, so there is nothing to train: check requires_grad, and "
-                            "detach() and no_grad() in the forward")
+                            f"requires a gradient, so there is nothing to train. {how_to_train(model)}")
     if device.elsewhere is not None:
         captured = as_there(captured, device.torch_device)
     return Traced(type(model).__name__, captured, trained_outputs(captured, trains),

@@ -16,6 +16,7 @@ from rkmate.graph.passes.cleanup import (
     drop_dead,
     read_what_was_written,
     shorten_views,
+    write_to_parts_of_parts,
 )
 from rkmate.graph.passes.fusion import fuse
 from rkmate.graph.passes.gradients import (
@@ -70,6 +71,10 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "Kernels that work tile by tile write and read parts of one buffer. In a trace, each write "
             "would copy the whole buffer.",
             read_what_was_written),
+    Rewrite("parts of parts",
+            "In a trace, `x[:, t, :2] += y` writes to a copy of a part, and this to a copy of the whole. "
+            "Torch copies a part with its strides, which may take as many bytes as the whole.",
+            write_to_parts_of_parts),
     Rewrite("tiles",
             "One layer often sets the smallest budget. If a budget needs it, stretches of operations run a "
             "few images of a batch, bands of an image, blocks of a sequence or columns of weights at a time; "
