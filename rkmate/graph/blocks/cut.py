@@ -26,8 +26,8 @@ class CutSettings:
     """Greatest length of a stretch between 1-separators: longer ones get frontier cuts, where both parts are
     at least as long as `least`."""
     waiting: int | None = None
-    """Bytes of gradients of parameters that may wait for others wherever they are made, so that a step has few
-    functions. None: 64 KiB, and in small steps 1/16 of what the forward keeps for the backward."""
+    """Bytes of gradients of parameters that may wait for others wherever they are made, so that a step has
+    few functions. None: 64 KiB, and in small steps 1/16 of what the forward keeps for the backward."""
 
     def __post_init__(self) -> None:
         if self.waiting is not None and (type(self.waiting) is not int or self.waiting < 0):
