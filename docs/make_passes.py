@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rkmate.graph.capture.repairs import PATCHES, PROGRAM_REWRITES, SEEN, TRACE_REWRITES, Patch, Rewrite
+from rkmate.graph.capture.repairs import PATCHES, PROGRAM_REWRITES, TRACE_REWRITES, Patch, Rewrite
 from rkmate.graph.passes.table import REWRITES
 
 PAGE = Path(__file__).parent / "passes.md"
@@ -34,22 +34,19 @@ def passes_text() -> str:
         "`python docs/make_passes.py`.\n",
         "Passes change how torch traces a model, and the graph that it traces, before a plan is made. "
         "There are two types, in ordered tables. A `Patch` is a context around a stage of the capture: "
-        "`run(model)` returns it. A `Rewrite` changes a graph: `run(graph)`. Each has a name and a reason. "
-        "The column `torch` names the versions on which it was needed "
-        f"(the tests run with {', '.join(SEEN)}). It is empty if the reason is not in torch.\n",
+        "`run(model)` returns it. A `Rewrite` changes a graph: `run(graph)`. Each has a name and a reason.\n",
         "In tests, `verify` (`rkmate/graph/passes/verify.py`) checks the joint graph after each rewrite; "
         "`simplify(..., verify=True)` does so anywhere. How to add one: "
         "[adding a rewrite](adding-a-planner.md#adding-a-rewrite).\n",
     ]
     for heading, text, rows in SECTIONS:
-        table = _table(("pass", "why", "in", "when", "torch"), [_row(p) for p in rows])
+        table = _table(("pass", "why", "in", "when"), [_row(p) for p in rows])
         parts += [f"## {heading}\n", text + table]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def _row(each: Patch | Rewrite[Any]) -> tuple[str, ...]:
-    return (each.name, each.why, f"`{each.place}`: `{each.run.__name__}`", _when(each),
-            ", ".join(each.torch_versions))
+    return each.name, each.why, f"`{each.place}`: `{each.run.__name__}`", _when(each)
 
 
 def _when(each: Patch | Rewrite[Any]) -> str:

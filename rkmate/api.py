@@ -44,8 +44,8 @@ from rkmate.planners.registry import SENDING
 from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.agreement import SHARED, Ranks, description, shared, shows_signs
 from rkmate.runtime.kept_plans import Planning
-from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import PlannedModule
+from rkmate.runtime.padding import checked_lengths
 from rkmate.runtime.recorded_step import check_device
 from rkmate.settings import Chosen, Options, check_default_planner, check_no_settings_of_wrap, chosen
 from rkmate.show.curve import Curve
@@ -107,16 +107,14 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     if run.cuda_graph:
         check_device([*{t.device for t in (*model.parameters(), *model.buffers())}],
                      sends=planning.settings.offload is not None)
-        planning = replace(planning, cuda_graph=True)
     if planning.settings.parts not in (None, "never"):
         if run.of_wrap:
             raise ArgumentError(f"parts is {planning.settings.parts!r}, and RunSettings has "
                                 f"{', '.join(run.of_wrap)}, which only a plan of the whole model follows: "
                                 "leave out one of the two")
-        return wrapped_by_parts(model, _counting(planning, plan), run.verify, run.on_new_shape, run.training,
-                                args, kwargs, plan)
+        return wrapped_by_parts(model, _counting(planning, plan), run.training, args, kwargs, plan)
     with flags_to_plan(model, run.training):
-        module = PlannedModule(model, planning, run.verify, run.on_new_shape)
+        module = PlannedModule(model, planning)
         try:
             module.plan_for(args, kwargs, plan)
         except CaptureError as error:
@@ -183,16 +181,16 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
         args, kwargs = checked_sample(model, () if args is None else args, kwargs, whole=False)
     planning = _planning(_in_bytes(budget, model), plan, call)
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not sampled and several_ranks():
-        put_plans_into_members(model, planning, run.verify, run.on_new_shape)
+        put_plans_into_members(model, planning)
         return model
     if layers:
-        put_plans_into_layers(model, layers, planning, run.verify, run.on_new_shape)
+        put_plans_into_layers(model, layers, planning)
         return model
     planning = _counting(planning, plan)
     if planning.settings.parts is None:
         planning = replace(planning, settings=replace(
             planning.settings, parts="never" if planning.settings.pins else "auto"))
-    planned = put_plan_into(model, planning, run.verify, run.on_new_shape)
+    planned = put_plan_into(model, planning)
     if sampled:
         planned.plan_now(run.training, tuple(args or ()), dict(kwargs or {}), plan)
     return model

@@ -149,6 +149,16 @@ def check_compiler(device: torch.device) -> None:
                             'triton`), or pass compile="auto" or compile=False')
 
 
+def try_compiler(device: torch.device) -> None:
+    """Compile the smallest group, as there may be a compiler and no headers. Raises `CompilerError`."""
+    check_compiler(device)
+    fused(form_of(torch.empty(2, device=device)))(_one_more).compile()
+
+
+def _one_more(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x + 1,)
+
+
 def version() -> str:
     """Return the name of the compiler, as plans record it."""
     return f"inductor of torch {torch.__version__}"

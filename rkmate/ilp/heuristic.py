@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rkmate.ilp.stages import BlockStages
-from rkmate.ir.recompute import missing_nodes
+from rkmate.ir.cd import missing_nodes
 from rkmate.ir.schedule import Compute, Free, Loss, from_order
 from rkmate.ir.simulate import simulate
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rkmate.ir.cd import CDGraph
+from rkmate.ir.cd import CDGraph, missing_nodes
 from rkmate.ir.gradients import gradient_memory
-from rkmate.ir.recompute import missing_nodes
 
 
 @dataclass(frozen=True)

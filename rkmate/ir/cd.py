@@ -6,7 +6,7 @@ named by their index: ``graph.c[i]`` is a computation, ``graph.d[j]`` a storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -212,3 +212,21 @@ class CDGraph:
             if made.get(j, len(self.c)) > i and j not in self.output_grads:
                 raise GraphError(f"{self.d[j].name} leaves before it is made")
         return self
+
+
+def missing_nodes(graph: CDGraph, wanted: Iterable[int], available: Iterable[int] = (),
+                  known: Collection[int] = ()) -> set[int]:
+    """Return the forward nodes that must run to bring the D nodes `wanted` into memory.
+
+    `available`: D nodes that are in memory. `known`: C nodes that run anyway, and whatever they need;
+    they are left out. What comes from outside, and gradients, are taken to be there.
+    """
+    there = available if isinstance(available, set | frozenset) else frozenset(available)
+    found: set[int] = set()
+    todo = [j for j in wanted if j not in there]
+    while todo:
+        i = graph.producer[todo.pop()]
+        if i is not None and i < graph.loss and i not in found and i not in known:
+            found.add(i)
+            todo += [j for j in graph.c[i].inputs if j not in there]
+    return found

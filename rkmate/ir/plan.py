@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from rkmate.errors import GraphError, PlanError
 from rkmate.ir.cd import Cost, read_cost
@@ -35,29 +35,13 @@ class Origin:
     placements: tuple[tuple[str, int], ...] = ()
     """(placement in words, number of parameters) of parameters that are distributed tensors."""
 
-    def content(self) -> dict[str, Any]:
-        """Return the content as JSON takes it."""
-        return {**vars(self), "inputs": [list(i) for i in self.inputs],
-                "versions": [list(v) for v in self.versions],
-                "placements": [list(p) for p in self.placements]}
-
-
-def read_origin(content: Mapping[str, Any] | None) -> Origin | None:
-    """Inverse of `Origin.content`; None for None. Raises `KeyError`, `TypeError` or `ValueError`."""
-    if content is None:
-        return None
-    return Origin(str(content["model"]), int(content["parameters"]), int(content["trained"]),
-                  tuple((str(n), str(s)) for n, s in content["inputs"]), str(content["device"]),
-                  tuple((str(n), str(v)) for n, v in content["versions"]),
-                  tuple((str(w), int(n)) for w, n in content.get("placements", ())))
-
 
 _FORMAT = 4
+_KEYS = {"schedule": "steps"}
+"""Keys in files of fields that have another name there."""
 _KERNEL = "kernel"
 _WORDS: dict[str, type[CopyOut | Leave | CopyIn | Start]] = {
     "out": CopyOut, "leave": Leave, "in": CopyIn, "start": Start}
-_UNCHUNKED = "unchunked"
-"""Mark of older files for a computation that runs by the first of its alternative kernels."""
 Saved = TypeVar("Saved", bound="PlanData")
 
 
@@ -197,29 +181,15 @@ class PlanData:
         if checksum != _checksum(content):
             raise PlanError(f"{path}: was changed after it was saved. Make the plan again")
         try:
-            return cls(**_read(content))
+            found = _read_fields(PlanData, content)
+            found["graph"] = read_summary(found["graph"], found["costs"])
+            return cls(**found)
         except (KeyError, TypeError, ValueError, IndexError, GraphError) as error:
             raise PlanError(f"{path}: is not a complete plan file ({error})") from error
 
     def _content(self) -> dict[str, Any]:
-        return {
-            "format": _FORMAT, "planner": self.planner, "budget_bytes": self.budget_bytes,
-            "peak_bytes": self.peak_bytes, "baseline_peak_bytes": self.baseline_peak_bytes,
-            "step_seconds": self.step_seconds, "baseline_seconds": self.baseline_seconds,
-            "bound_seconds": self.bound_seconds, "minimum_bytes": self.minimum_bytes,
-            "note": self.note, "variant": self.variant,
-            "fingerprint": self.fingerprint,
-            "blocks": [vars(b) for b in self.blocks], "runs": [vars(r) for r in self.runs],
-            "steps": [step_content(s) for s in self.schedule.steps],
-            "costs": [c.row() for c in self.costs], "nodes": dict(self.nodes),
-            "stage_seconds": dict(self.stage_seconds), "graph": self.graph.content(),
-            "source": self.source, "origin": None if self.origin is None else self.origin.content(),
-            **({} if self.first_seconds is None else {"first_seconds": self.first_seconds}),
-            **({"calls": self.calls} if self.calls != 1 else {}),
-            **({"deferred": list(self.deferred)} if self.deferred else {}),
-            **({"gradients": self.gradients} if self.gradients != "returned" else {}),
-            **({"compiled": self.compiled, "fused": [list(f) for f in self.fused]} if self.compiled else {}),
-        }
+        return {"format": _FORMAT, **{_KEYS.get(f.name, f.name): _written(getattr(self, f.name))
+                                      for f in fields(PlanData)}}
 
 
 def in_one_line(plan: PlanData) -> str:
@@ -229,29 +199,51 @@ def in_one_line(plan: PlanData) -> str:
             f"time {plan.overhead:+.1%}, {len(plan.blocks)} blocks")
 
 
-def _read(content: dict[str, Any]) -> dict[str, Any]:
-    steps = tuple(read_step(s) for s in content["steps"])
-    costs = tuple(read_cost(c) for c in content["costs"])
-    return dict(  # noqa: C408 - the arguments of a plan
-        planner=str(content["planner"]), budget_bytes=int(content["budget_bytes"]),
-        peak_bytes=int(content["peak_bytes"]),
-        baseline_peak_bytes=int(content["baseline_peak_bytes"]),
-        step_seconds=float(content["step_seconds"]),
-        baseline_seconds=float(content["baseline_seconds"]),
-        bound_seconds=None if content["bound_seconds"] is None else float(content["bound_seconds"]),
-        minimum_bytes=None if content["minimum_bytes"] is None else int(content["minimum_bytes"]),
-        blocks=tuple(BlockInfo(**b) for b in content["blocks"]),
-        runs=tuple(Run(**r) for r in content["runs"]), schedule=Schedule(steps),
-        fingerprint=str(content["fingerprint"]),
-        costs=costs, graph=read_summary(content["graph"], costs), source=str(content["source"]),
-        note=str(content["note"]), variant=str(content.get("variant", "plain")),
-        deferred=tuple(map(str, content.get("deferred", ()))),
-        compiled=str(content.get("compiled", "")),
-        fused=tuple((str(names), int(times)) for names, times in content.get("fused", ())),
-        calls=int(content.get("calls", 1)), gradients=str(content.get("gradients", "returned")),
-        stage_seconds=dict(content["stage_seconds"]),
-        first_seconds=None if content.get("first_seconds") is None else float(content["first_seconds"]),
-        nodes=dict(content["nodes"]), origin=read_origin(content.get("origin")))
+def _written(value: Any) -> Any:
+    """Return a value of a plan as JSON takes it."""
+    if isinstance(value, Schedule):
+        return [step_content(s) for s in value.steps]
+    if isinstance(value, GraphSummary):
+        return value.content()
+    if isinstance(value, Cost):
+        return value.row()
+    if isinstance(value, tuple):
+        return [_written(v) for v in value]
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (BlockInfo, Run, Origin)):
+        return {f.name: _written(getattr(value, f.name)) for f in fields(value)}
+    return value
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Return a value of a type that `_written` wrote. Raises `KeyError`, `TypeError` or `ValueError`."""
+    inner = get_args(kind)
+    if kind is Schedule:
+        return Schedule(tuple(map(read_step, value)))
+    if kind is Cost:
+        return read_cost(value)
+    if kind is GraphSummary:
+        return value                                            # is read with the costs
+    if is_dataclass(kind):
+        return kind(**_read_fields(kind, value))                # type: ignore[operator]
+    if get_origin(kind) is tuple and ... in inner:
+        return tuple(_read(inner[0], v) for v in value)
+    if get_origin(kind) is tuple:
+        return tuple(_read(k, v) for k, v in zip(inner, value, strict=True))
+    if type(None) in inner:
+        return None if value is None else _read(inner[0], value)
+    return dict(value) if get_origin(kind) is Mapping else kind(value)
+
+
+def _read_fields(kind: Any, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass; those that have a default, and are not there, are left out."""
+    kinds, found = get_type_hints(kind), {}
+    for f in fields(kind):
+        key = _KEYS.get(f.name, f.name)
+        if key in content or f.default is f.default_factory is MISSING:
+            found[f.name] = _read(kinds[f.name], content[key])
+    return found
 
 
 def step_content(step: Step) -> int | str:
@@ -270,17 +262,17 @@ def step_content(step: Step) -> int | str:
 
 
 def read_step(value: Any) -> Step:
-    """Read a step that `step_content` wrote, or an older version did. Raises `ValueError` or `TypeError`."""
+    """Read a step that `step_content` wrote. Raises `ValueError` or `TypeError`."""
     if value == "loss":
         return Loss()
     if isinstance(value, str) and value.partition(" ")[0] in _WORDS:
         word, number = value.split()
         return _WORDS[word](int(number))
     if isinstance(value, str):
-        number, word, *which = value.split()
-        if [word, len(which)] not in ([_KERNEL, 1], [_UNCHUNKED, 0]):
+        number, word, which = value.split()
+        if word != _KERNEL:
             raise ValueError(f"no kernel is called {value!r}")
-        return Compute(int(number), int(which[0]) if which else 1)
+        return Compute(int(number), int(which))
     return Compute(int(value)) if int(value) >= 0 else Free(-int(value) - 1)
 
 

@@ -1,31 +1,12 @@
-"""Find the computations that must run again to have some values, that run again for nothing, and that regions
-under checkpointing run again."""
+"""Find the computations that run again for nothing, and those that regions under checkpointing run again."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rkmate.ir.cd import CDGraph
+from rkmate.ir.cd import CDGraph, missing_nodes
 from rkmate.ir.schedule import Schedule, from_order
-
-
-def missing_nodes(graph: CDGraph, wanted: Iterable[int], available: Iterable[int] = (),
-                  known: Collection[int] = ()) -> set[int]:
-    """Return the forward nodes that must run to bring the D nodes `wanted` into memory.
-
-    `available`: D nodes that are in memory. `known`: C nodes that run anyway, and whatever they need;
-    they are left out. What comes from outside, and gradients, are taken to be there.
-    """
-    there = available if isinstance(available, set | frozenset) else frozenset(available)
-    found: set[int] = set()
-    todo = [j for j in wanted if j not in there]
-    while todo:
-        i = graph.producer[todo.pop()]
-        if i is not None and i < graph.loss and i not in found and i not in known:
-            found.add(i)
-            todo += [j for j in graph.c[i].inputs if j not in there]
-    return found
 
 
 class LeanOrder(NamedTuple):

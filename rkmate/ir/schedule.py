@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from rkmate.errors import ScheduleError
-from rkmate.ir.cd import CDGraph, Kernel
+from rkmate.ir.cd import CDGraph, Kernel, missing_nodes
 
 
 class Compute(NamedTuple):
@@ -302,14 +302,7 @@ def _made_again(graph: CDGraph, order: Sequence[int]) -> list[int]:
     there = set(range(len(graph.d))) - graph.forgotten
     result: list[int] = []
     for i in order:
-        runs: set[int] = set()
-        todo = [j for j in graph.c[i].inputs if j not in there]
-        while todo:
-            made = graph.producer[todo.pop()]
-            if made is not None and made not in runs:
-                runs.add(made)
-                todo += [j for j in graph.c[made].inputs if j not in there]
-        for k in (*sorted(runs), i):
+        for k in (*sorted(missing_nodes(graph, graph.c[i].inputs, there)), i):
             result.append(k)
             there.update(graph.c[k].outputs)
     return result

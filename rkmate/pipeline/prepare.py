@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from rkmate import device as devices
-from rkmate.device.inductor import check_compiler, form_of, fused
+from rkmate.device.inductor import check_compiler, try_compiler
 from rkmate.device.inductor import version as compiler_version
 from rkmate.errors import ArgumentError, CaptureError, CompilerError, RkmateError
 from rkmate.graph.blocks.identity import block_texts, classes_of
@@ -32,7 +32,6 @@ from rkmate.graph.passes.fusion import Cluster
 from rkmate.graph.passes.once import unrepeatable
 from rkmate.graph.passes.table import simplify
 from rkmate.graph.sizes.again import capture, once_of
-from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
 from rkmate.ir.kernels import choose_kernels
 from rkmate.ir.link import Link
@@ -53,6 +52,7 @@ from rkmate.pipeline.origin import origin_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first, settings_that_keep
 from rkmate.planners.overlap import exposed, overlapped
+from rkmate.support.cache import cache_folder
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
@@ -532,9 +532,7 @@ def with_compiler(settings: Settings, device: torch.device) -> Settings:
     if settings.compile is False:
         return settings
     try:
-        check_compiler(device)
-        if settings.compile == "auto":          # there may be no headers
-            fused(form_of(torch.empty(2, device=device)))(_smallest).compile()
+        (try_compiler if settings.compile == "auto" else check_compiler)(device)
     except CompilerError as error:
         if settings.compile is True:
             raise
@@ -542,10 +540,6 @@ def with_compiler(settings: Settings, device: torch.device) -> Settings:
         return replace(settings, compile=False)
     return replace(settings, compile=True,
                    layouts="auto" if settings.layouts == "with_compile" else settings.layouts)
-
-
-def _smallest(x: torch.Tensor) -> tuple[torch.Tensor]:
-    return (x + 1,)
 
 
 def clusters_of(operations: Iterable[fx.Node]) -> list[Cluster]:

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rkmate.errors import GraphError, WishError
-from rkmate.ir.cd import CDGraph, CNode, DNode
-from rkmate.ir.recompute import missing_nodes
+from rkmate.ir.cd import CDGraph, CNode, DNode, missing_nodes
 from rkmate.ir.schedule import Compute, Free, Schedule, Step, from_order
 from rkmate.ir.simulate import simulate
 

@@ -29,8 +29,7 @@ from typing import Literal, NamedTuple
 
 from rkmate.errors import ScheduleError
 from rkmate.ilp.highs import Highs, Rows, Solution, Status
-from rkmate.ir.cd import CDGraph, CNode, DNode
-from rkmate.ir.recompute import missing_nodes
+from rkmate.ir.cd import CDGraph, CNode, DNode, missing_nodes
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.simulate import LOSS_SCALARS, simulate
 from rkmate.planners.protocol import (

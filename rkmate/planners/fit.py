@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rkmate.ir.cd import CDGraph
-from rkmate.ir.recompute import missing_nodes
+from rkmate.ir.cd import CDGraph, missing_nodes
 from rkmate.ir.schedule import Compute, Free, Schedule
 from rkmate.ir.simulate import Simulation
 from rkmate.planners.finish import finished, without_waste

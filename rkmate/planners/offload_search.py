@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from rkmate.ir.cd import CDGraph
-from rkmate.ir.recompute import missing_nodes
+from rkmate.ir.cd import CDGraph, missing_nodes
 from rkmate.ir.schedule import Compute, Free, Loss, Schedule, freed_after, from_order
 from rkmate.planners.finish import without_runs, without_waste
 from rkmate.planners.offload import Offloaded, gaps_of, offload

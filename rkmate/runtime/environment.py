@@ -361,15 +361,17 @@ def check_versions(versions: Mapping[str, int], keys: Sequence[str], tensors: Se
     for key, tensor in zip(keys, tensors, strict=True):
         noted = versions.get(key)
         if noted is not None and noted != version_of(tensor):
-            raise BackwardError(_changed(key))
+            raise BackwardError(
+                f"{source_named(key)} was changed in place between the forward and its backward, so the "
+                "gradients would be wrong: run the backward before the change, or change a copy")
 
 
-def _changed(key: str) -> str:
+def source_named(key: str) -> str:
+    """Return the words of a message for a tensor that a step reads, by its key."""
     kind, _, name = key.partition(":")
-    what = {"param": f"the parameter {name!r}", "buffer": f"the buffer {name!r}",
-            "input": f"input tensor number {name}"}.get(kind, f"the constant {name!r}")
-    return (f"{what} was changed in place between the forward and its backward, so the gradients "
-            "would be wrong: run the backward before the change, or change a copy")
+    return {"param": f"the parameter {name!r}", "buffer": f"the buffer {name!r}",
+            "input": f"input tensor number {name}", "kept": "another output"}.get(
+        kind, f"the constant {name!r}")
 
 
 @dataclass(frozen=True)

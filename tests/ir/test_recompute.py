@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from rkmate.ir.cd import CDGraph
+from rkmate.ir.cd import CDGraph, missing_nodes
 from rkmate.ir.gradients import gradient_memory
-from rkmate.ir.recompute import missing_nodes, without_waste
+from rkmate.ir.recompute import without_waste
 from rkmate.ir.schedule import Compute, from_order, save_all
 from rkmate.ir.simulate import simulate
 from tests.ir.graphs import graphs, line, orders

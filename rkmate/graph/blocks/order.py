@@ -13,8 +13,7 @@ from dataclasses import replace
 from rkmate.graph.blocks.partition import Block, Partition, rearranged
 from rkmate.graph.capture.captured import Source
 from rkmate.graph.ops.collectives import is_collective
-from rkmate.ir.cd import CDGraph
-from rkmate.ir.recompute import missing_nodes
+from rkmate.ir.cd import CDGraph, missing_nodes
 from rkmate.ir.schedule import from_order
 from rkmate.ir.simulate import simulate
 

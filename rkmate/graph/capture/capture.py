@@ -120,11 +120,15 @@ class _Found:
 _Told = Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]]
 
 
-class _Flat(nn.Module):
-    """The module with a flat list of tensors in and out; non-tensors are baked in."""
+class FlatModule(nn.Module):
+    """The module with a flat list of tensors in and out; non-tensors are baked in. After it has run,
+    `found.structure` is the structure around its outputs."""
 
     def __init__(self, model: nn.Module, inputs: Structure, before: PythonState, told: _Told) -> None:
+        """`told`: returns the context for a forward on some tensors, in which libraries know values of
+        them."""
         super().__init__()
+        self.training = model.training
         self.model = model
         self._told = told
         self.found = _Found()
@@ -164,15 +168,6 @@ class _Flat(nn.Module):
         # A copy of each output keeps the graph's outputs free of aliases (of inputs, of each
         # other); simplification drops the copies again.
         return [replaced.get(id(t), t).clone() for t in flat]
-
-
-def flat_module(model: nn.Module, inputs: Structure, before: PythonState, told: _Told) -> _Flat:
-    """Return a module with a flat list of tensors in and out; non-tensors are baked in. After it has run,
-    `found.structure` is the structure around its outputs. `told`: returns the context for a forward
-    on some tensors, in which libraries know values of them."""
-    flat = _Flat(model, inputs, before, told)
-    flat.training = model.training
-    return flat
 
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -337,7 +332,7 @@ def _text_of_program(program: nn.Module, model: nn.Module) -> str:
                                     if name not in own})
 
 
-def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...], values: Values | None) -> Any:
+def _export(flat: FlatModule, tensors: tuple[torch.Tensor, ...], values: Values | None) -> Any:
     """Return the exported program, in the first way in which that succeeds; the module itself where none does
     and its forward differentiates, and asks for no values, and where it computes with DTensors, whose
     backward an exported program does not have."""
@@ -367,7 +362,7 @@ def _export(flat: _Flat, tensors: tuple[torch.Tensor, ...], values: Values | Non
         raise
 
 
-def _in_first_way(flat: _Flat, ways: Sequence[Callable[[], AbstractContextManager[None]]],
+def _in_first_way(flat: FlatModule, ways: Sequence[Callable[[], AbstractContextManager[None]]],
                   trace: Callable[[], T]) -> T:
     """Return what a trace gives in the first way in which it succeeds. Raises the error of the last way,
     unless an earlier one has found that a value decides."""
@@ -385,7 +380,7 @@ def _in_first_way(flat: _Flat, ways: Sequence[Callable[[], AbstractContextManage
     raise next((e for e in (failed[-1], *failed) if is_data_dependent(e)), failed[-1]) from None
 
 
-def _joint_of_distributed(flat: _Flat, tensors: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+def _joint_of_distributed(flat: FlatModule, tensors: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
     """Return the joint graph of a model with DTensor parameters, which is traced without an export."""
     def joint() -> torch.fx.GraphModule:
         with said_to_export():
@@ -431,7 +426,7 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value
             torch.enable_grad(), quiet(), graphs_without_code(), repaired("trace", model):
         warnings.simplefilter("ignore")
         looked = Looked(kinds_of(tensors))
-        flat = flat_module(model, inputs, PythonState(model), looked.begun)
+        flat = FlatModule(model, inputs, PythonState(model), looked.begun)
         program = None
         try:
             program = _export(flat, tuple(tensors), values)

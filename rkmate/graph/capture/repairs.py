@@ -1,6 +1,6 @@
 """Passes of a capture, which make a trace compute what eager mode computes, in the order of their work.
 
-A pass is a value: its row gives the function, the reason, and the versions of torch on which it was needed.
+A pass is a value: its row gives the function and the reason.
 There are two types: a `Patch` is a context around a stage of the capture, and a `Rewrite` changes a graph.
 The rewrites of the joint graph that is planned are in `graph.passes.table`. The rows that a capture needs are
 here, because a folder imports only from folders below it.
@@ -71,8 +71,6 @@ from rkmate.torch_seam.patches.recurrent import (
 )
 from rkmate.torch_seam.versions import is_off
 
-SEEN = ("2.13",)
-"""Versions of torch that the tests run with: the default of `Pass.torch_versions`."""
 Around = Literal["trace", "forward", "export"]
 G = TypeVar("G")
 T = TypeVar("T")
@@ -88,9 +86,6 @@ class Pass:
     """Reason: the result that would be wrong, slower or larger without it, in a sentence or two."""
     run: Callable[..., Any]
     """The function that does the work."""
-    torch_versions: tuple[str, ...] = SEEN
-    """Versions of torch that it was seen needed on, oldest first. Empty: every version needs it, because
-    the reason is not in torch."""
     feature: str = ""
     """The feature of the seam (`features`) that it needs; without it, the pass is left out. Empty: none."""
 
@@ -152,7 +147,7 @@ PATCHES = (
     Patch("inference mode",
           "A trace does not see that a part of the forward runs in `torch.inference_mode`, and would send "
           "gradients through it. The part becomes one without gradients.",
-          _of_any_model(inference_without_gradients), ("2.11", "2.12", "2.13", "2.14", "2.15")),
+          _of_any_model(inference_without_gradients)),
     Patch("cumulative batch norms",
           "With `momentum=None`, a batch norm reads its number of batches from a buffer, which no static "
           "graph can do. The factor stays a tensor.",
@@ -193,11 +188,11 @@ PATCHES = (
           "peft hooks the checkpointed layers of such adapters once more in each forward, for the second run "
           "of their forward, and takes these hooks away in the backward. A plan replaces checkpointing, and "
           "has no such run.",
-          adapters_hooked_once, ()),
+          adapters_hooked_once),
     Patch("quantised weights",
           "A weight of bitsandbytes is a parameter of its own class, with its scales as attributes. Neither "
           "survives in a trace, which gets plain parameters on the same memory.",
-          frozen_parameters_plain, ()),
+          frozen_parameters_plain),
     Patch("hooks around every module",
           "Such hooks also run around the modules that a trace adds around the model: the plan would "
           "contain their computations more than once.",
@@ -205,27 +200,27 @@ PATCHES = (
     Patch("modules compiled in place",
           "Module.compile replaces a module's call by one that compiles it, which would run inside of the "
           "trace. The module's own call is traced.",
-          calls_uncompiled, ()),
+          calls_uncompiled),
     Patch("opaque submodules",
           "A submodule whose inner shapes depend on values has no static graph. A call of a chosen "
           "submodule (`Settings.opaque`) becomes one operation, which runs again in the backward.",
-          opaque_parts, ()),
+          opaque_parts),
     Patch("checks by value",
           "An operation that checks the values of its result may raise. A plan cannot: torch 2.11 and 2.12 "
           "silently drop the check of a linear solver, and 2.15 that of a distribution. Therefore both are "
-          "refused.", checks_by_value_refused, ("2.11", "2.12", "2.13", "2.14", "2.15")),
+          "refused.", checks_by_value_refused),
     Patch("seeds",
           "A forward that sets the state of a random generator does so once, in the trace, and no plan "
-          "repeats it. It is refused.", seeds_refused, ()),
+          "repeats it. It is refused.", seeds_refused),
     Patch("collectives",
           "Functions of torch.distributed write to their arguments, where neither autograd nor a trace sees "
           "it: a trace runs functional collectives instead, which are operations of the plan. Other ways to "
           "communicate with several ranks are refused when the trace reaches the call.",
-          collectives_refused, ()),
+          collectives_refused),
     Patch("scales of quantised weights",
           "The tensors that replace such parameters in the trace get their attributes, as the layers read "
           "them there.",
-          _of_any_model(attributes_carried), (), around="forward"),
+          _of_any_model(attributes_carried), around="forward"),
     Patch("new buffers",
           "A trace sees writes to a tensor, but not that a buffer is another tensor afterwards. A buffer "
           "that the forward makes anew becomes a write.",
@@ -239,7 +234,7 @@ PATCHES = (
           "Values that depend only on inputs are computed from the real inputs before each planned step. (A "
           "CTC loss also gets its longest target, which determines the size of its results.) Used only if a "
           "trace was stopped.",
-          values_of_inputs, (), around="forward"),
+          values_of_inputs, around="forward"),
     Patch("library paths",
           "Libraries take another path when they notice that they are traced (for example, explicit "
           "attention masks): other arithmetic, and memory for the masks. Eager's path is tried first.",
@@ -258,7 +253,7 @@ PATCHES = (
           "The plan decides what is recomputed, and a trace runs through `torch.utils.checkpoint`. "
           "Operations carry the number of their region, so that a plan can say what checkpointing would "
           "take.",
-          _of_any_model(regions_marked), (), features.REGIONS, around="export", direct=True),
+          _of_any_model(regions_marked), feature=features.REGIONS, around="export", direct=True),
     Patch("autocast and no-grad regions",
           "An export makes a graph of its own of such a region, loses a no-grad region inside of an autocast "
           "region, and takes the latter apart into several: they are entered and left in the graph itself.",
@@ -275,7 +270,7 @@ PROGRAM_REWRITES: tuple[Rewrite[fx.GraphModule], ...] = (
             "Torch's decompositions leave out the dropout between the layers, and use the fused LSTM layer "
             "only for the first layer. They unroll, step by step, GRUs and layers of tanh or relu on CPUs, "
             "and on GPUs what eager mode passes to cuDNN.",
-            as_eager_runs_them, ("2.11", "2.12", "2.13")),
+            as_eager_runs_them),
     Rewrite("closed-over tensors",
             "The trace of the gradients does not accept a tensor that is not a parameter, buffer or "
             "argument of the module. It becomes a buffer of the exported program.",
@@ -287,11 +282,11 @@ PROGRAM_REWRITES: tuple[Rewrite[fx.GraphModule], ...] = (
     Rewrite("integers drawn like a tensor",
             "The operator `randint_like` has no derivative. Its Python function never asks for one, but an "
             "exported call does if the tensor requires a gradient.",
-            integers_without_gradient, ("2.11", "2.12", "2.13", "2.14", "2.15")),
+            integers_without_gradient),
     Rewrite("one-hot positions",
             "A trace of `one_hot` asserts that its classes are in range. Positions that `argmax`, `topk`, "
             "`sort` or `multinomial` has found are.",
-            one_hot_of_positions, ("2.11", "2.12", "2.13", "2.14", "2.15")),
+            one_hot_of_positions),
     Rewrite("regions that fail",
             "A trace that fails in the middle of an autocast region would leave it open.",
             regions_left_after_errors, feature=features.FLAT_REGIONS),
@@ -311,7 +306,7 @@ TRACE_REWRITES: tuple[Rewrite[fx.Graph], ...] = (
     Rewrite("conjugates of numbers",
             "The gradient of a product with a complex number (`1j * x`) is one with its conjugate, which a "
             "trace makes a view of the number.",
-            conjugates_of_numbers, ("2.11", "2.12", "2.13", "2.14", "2.15")),
+            conjugates_of_numbers),
     Rewrite("custom operators that write",
             "A custom operator that writes to its arguments is a higher-order operation in a trace, whose "
             "first argument is the operator: it becomes an operation on tensors.",
@@ -326,7 +321,7 @@ TRACE_REWRITES: tuple[Rewrite[fx.Graph], ...] = (
     Rewrite("collectives that were traced",
             "A second check, of the graph itself: no other operation that communicates gets into a plan, "
             "however a version of torch has traced it.",
-            refuse_in_joint, ()),
+            refuse_in_joint),
 )
 """Changes of the traced joint graph of forward and backward; in the order of their work."""
 

@@ -289,13 +289,6 @@ SMALL = 8
 of its readers."""
 
 
-def groups(joint: Joint, fused: Collection[fx.Node], again: Collection[fx.Node],
-           reads: Reads) -> list[list[fx.Node]]:
-    """Return groups of operations, each in order. A single operation is no group, unless it reads values that
-    are computed `again`."""
-    return _Grower(joint, fused, again, reads).found()
-
-
 def outside_readers(node: fx.Node, members: Collection[fx.Node], again: Collection[fx.Node],
                     fused: Collection[fx.Node], reads: Reads) -> list[fx.Node]:
     """Return the readers of a member's value that are neither in its group nor compute it again."""
@@ -313,6 +306,8 @@ class _Grower:
         self.extent: dict[fx.Node, int] = {n: extent(n) for n in self.group}
 
     def found(self) -> list[list[fx.Node]]:
+        """Return groups of operations, each in order. A single operation is no group, unless it reads values
+        that are computed again."""
         for node in list(self.group):
             for operand in dict.fromkeys(map(owner_of, node.all_input_nodes)):
                 if operand in self.group and self._may_join(operand, node):
@@ -387,13 +382,14 @@ def fuse(joint: Joint) -> None:
     fused, reads = fusable(joint), Reads()
     again = computed_again(joint, fused, reads)
     leaving = {owner_of(n) for n in joint.results()}
-    found = groups(joint, fused, again, reads)
+    found = _Grower(joint, fused, again, reads).found()
     of: dict[int, _Made | None] = {}
     for k, members in sorted(enumerate(found), key=lambda g: not is_backward(g[1][0])):
         each = of[k] = _made(members, fused, again, leaving, reads)
         if each is not None and is_backward(members[0]):
             leaving.update(each.arguments)      # what values are computed again from is a result, too
     made = [each for k in range(len(found)) if (each := of[k]) is not None]
+    calls: list[fx.Node] = []
     items: dict[fx.Node, fx.Node] = {}
     for each in made:
         with joint.graph.inserting_after(each.last):
@@ -406,14 +402,12 @@ def fuse(joint: Joint) -> None:
                 item = place = joint.graph.call_function(operator.getitem, (call, k))
             item.meta = dict(result.meta)
             items[result] = item
-        call.meta["rkmate_arguments"] = each.arguments
+        calls.append(call)
     for each in made:
         for result in each.results:
             joint.replace(result, items[result])
-    for node in list(joint.graph.nodes):
-        arguments = node.meta.pop("rkmate_arguments", None)
-        if arguments is not None:
-            node.args = tuple(items.get(a, a) for a in arguments)
+    for call, each in zip(calls, made, strict=True):
+        call.args = tuple(items.get(a, a) for a in each.arguments)
     put_in_order(joint.graph)
     drop_dead(joint)
     there = set(joint.graph.nodes)              # a view of a constant may have no reader any more
@@ -431,18 +425,7 @@ def _made(members: Sequence[fx.Node], fused: Collection[fx.Node], again: Collect
     if not results or sum(n in own or n in builder.repeated for n in builder.order) < 2:
         return None
     graph, arguments = builder.graph(results)
-    return _Made(Cluster(graph), arguments, results, max(members, key=_Position(members)))
-
-
-class _Position:
-    """Positions of nodes in their graph."""
-
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
-        wanted = set(nodes)
-        self._of = {n: k for k, n in enumerate(nodes[0].graph.nodes) if n in wanted}
-
-    def __call__(self, node: fx.Node) -> int:
-        return self._of[node]
+    return _Made(Cluster(graph), arguments, results, max(members))
 
 
 class _Builder:

@@ -395,7 +395,7 @@ def _tiles(adder: _Adder, node: fx.Node, place: fx.Node) -> bool:
     seen = adder.seen_as(place, views, whole)
     if seen is None:
         return False
-    whole.target, whole.args = tiled.with_into((*tiled.into, k), in_place=True), (*whole.args, seen)
+    whole.target, whole.args = tiled.with_into((*tiled.into, k)), (*whole.args, seen)
     whole.meta["adds"] = True
     whole.meta[VALUE] = tuple(None if n == k else v for n, v in enumerate(whole.meta[VALUE]))
     return True

@@ -1,5 +1,4 @@
-"""Rewrites of images: networks of convolutions with the channels last, and operations that this layout makes
-faster or less exact.
+"""Rewrites of images: networks of convolutions with the channels last, and products that this layout allows.
 
 Most convolutions, batch norms and poolings have a second set of kernels, for images whose channels are next
 to each other in memory ("channels last"). Each operation takes the layout of its input, so that one copy of
@@ -21,7 +20,6 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.graph.capture.repairs import retrace
-from rkmate.graph.ops.norms import BY_GROUPS
 from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.joint import Joint
 from rkmate.torch_seam.nodes import VALUE, is_backward, without_descriptor
@@ -400,28 +398,3 @@ class _Writer:
     def _image(self, pixels: fx.Node, like: torch.Tensor) -> fx.Node:
         last = self._call(aten.view.default, pixels, [like.shape[0], *like.shape[2:], like.shape[1]])
         return self._call(aten.permute.default, last, [0, like.dim() - 1, *range(1, like.dim() - 1)])
-
-
-# -- Sums over many pixels -------------------------------------------------------------------------
-#
-# On a CPU, for channels last, torch's kernel of a batch norm adds up a channel's pixels one after the other,
-# in the type of the image. Over tens of thousands of pixels, its statistics are about fifty times less exact
-# than those of its kernel for contiguous images, and values near zero before a ReLU get the wrong sign more
-# often. The operator that replaces it adds up groups of pixels.
-
-LEAST_PIXELS = 4096
-"""Of a channel: fewer are added up exactly enough."""
-
-
-def add_up_by_groups(joint: Joint) -> None:
-    """Let batch norms in training mode that keep running statistics add up their pixels by groups, where
-    images were given this layout: one of the caller's own choice has the bits of torch's kernel."""
-    for node in joint.graph.nodes:
-        if node.target is aten._native_batch_norm_legit_functional.default and node.args[5] is True \
-                and _has_many_pixels(node.args[0].meta[VALUE]):
-            node.target = BY_GROUPS
-
-
-def _has_many_pixels(image: torch.Tensor) -> bool:
-    return image.dtype is torch.float32 and devices.of(image).cpu_kernels and is_channels_last(image) \
-        and image.numel() >= LEAST_PIXELS * image.shape[1]

@@ -36,7 +36,7 @@ class Deferred:
 class Joint:
     """The simplified joint graph, in one order: forward nodes, then backward nodes.
 
-    Passes assign to its fields and change `graph`; `freeze` ends that.
+    Passes assign to its fields and change `graph`; what comes after them does not.
     """
 
     graph: fx.Graph
@@ -65,16 +65,6 @@ class Joint:
     """Integers that the forward also overwrites, each with the number that is added to it."""
     concerned: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Per choice that a pass knows, the names of the weights that it concerns, chosen or not."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if "_frozen" in self.__dict__:
-            raise dataclasses.FrozenInstanceError(f"the passes are over: cannot assign to {name!r}")
-        super().__setattr__(name, value)
-
-    def freeze(self) -> Joint:
-        """Return the graph, to whose fields nothing can be assigned any more."""
-        self._frozen = True
-        return self
 
     def copy(self) -> Joint:
         """Return a copy, to be rewritten apart."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from rkmate.errors import WishError
 from rkmate.graph.capture.collectives import communicates, group_of
 from rkmate.graph.capture.hints import hints_in
 from rkmate.graph.ops.collectives import is_collective, with_wait
-from rkmate.graph.ops.norms import BY_GROUPS
 from rkmate.graph.ops.properties import is_random, is_view
-from rkmate.graph.passes.joint import Joint, makers_of
+from rkmate.graph.passes.joint import Joint, makers_of, readers_of
 from rkmate.torch_seam.collectives import is_wait
 from rkmate.torch_seam.nodes import VALUE, carry_wish, is_backward, phase_tag, wish_of
 from rkmate.torch_seam.schema import operator_name
@@ -252,20 +250,7 @@ def unrepeatable(joint: Joint) -> list[fx.Node]:
     results = {n for n in joint.outputs if n is not None} | {n for _, n in joint.grads} | joint.additions()
     written = joint.written()
     return [n for n, s in joint.sources.items() if s in written and any(
-        u.target is aten.clone.default and _leads_to(u, results) for u in n.users)]
-
-
-def _leads_to(node: fx.Node, results: Collection[fx.Node]) -> bool:
-    """Return whether one of the results depends on a value."""
-    seen, todo = {node}, [node]
-    while todo:
-        n = todo.pop()
-        if n in results:
-            return True
-        new = [u for u in n.users if u not in seen]
-        seen.update(new)
-        todo += new
-    return False
+        u.target is aten.clone.default and not results.isdisjoint({u, *readers_of([u])}) for u in n.users)]
 
 
 def _makes_new_value(joint: Joint, user: fx.Node) -> bool:
@@ -281,8 +266,8 @@ def _is_statistics_of(user: fx.Node, node: fx.Node) -> bool:
     args: tuple[Any, ...] = user.args
     if user.target is torch.ops.rkmate.cudnn_batch_norm.default:
         return node in args[3:5] and node not in args[:3]
-    return user.target in (aten._native_batch_norm_legit_functional.default, BY_GROUPS) \
-        and args[5] is True and node in args[3:5] and node not in args[:3]
+    return user.target is aten._native_batch_norm_legit_functional.default and args[5] is True \
+        and node in args[3:5] and node not in args[:3]
 
 
 def take_counters_off(joint: Joint) -> None:

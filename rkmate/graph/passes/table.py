@@ -15,7 +15,6 @@ from rkmate.graph.passes.cleanup import (
     drop_copies_of_outputs,
     drop_dead,
     read_what_was_written,
-    shorten_views,
 )
 from rkmate.graph.passes.fusion import fuse
 from rkmate.graph.passes.gradients import (
@@ -25,7 +24,7 @@ from rkmate.graph.passes.gradients import (
     own_gradients,
     take_sums_apart,
 )
-from rkmate.graph.passes.images import add_up_by_groups, channels_last, layouts_of_gradients, multiply_pixels
+from rkmate.graph.passes.images import channels_last, layouts_of_gradients, multiply_pixels
 from rkmate.graph.passes.joint import Joint, joint_of
 from rkmate.graph.passes.lean import drop_unread_statistics, split_wide, storages_of_their_own
 from rkmate.graph.passes.once import (
@@ -39,18 +38,18 @@ from rkmate.graph.passes.once import (
 from rkmate.graph.passes.outputs import put_outputs_back, take_outputs_off
 from rkmate.graph.passes.tiles.recurrent import segment_recurrent
 from rkmate.graph.passes.tiles.stretches import tile_stretches
-from rkmate.graph.passes.tiles.wide_products import tile_heads, tile_mlps
+from rkmate.graph.passes.tiles.wide_products import tile_heads
 from rkmate.graph.passes.verify import Verifier
 
 REWRITES: tuple[Rewrite[Joint], ...] = (
     Rewrite("hints",
             "`rkmate.keep(x)` and `rkmate.recompute(x)` leave an alias with a wish in the trace. From here "
             "on, the value carries the wish.",
-            hand_hints_on, ()),
+            hand_hints_on),
     Rewrite("collectives and their waits",
             "A collective and its wait become one operation, so that no schedule frees a buffer while other "
             "ranks use it. It runs once in a step, and in the order of the trace.",
-            wait_at_once, ()),
+            wait_at_once),
     Rewrite("dead code",
             "A trace keeps assertions on metadata, which hold for every call of the same signature, and "
             "values that only these assertions read.",
@@ -58,11 +57,11 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
     Rewrite("unwanted gradients",
             "The trace has a gradient for every output. Autograd computes none for an output that the loss "
             "does not depend on.",
-            drop_unwanted_gradients, ()),
+            drop_unwanted_gradients),
     Rewrite("copies of outputs",
             "The capture copies each output, so that no output is an alias of an input or of another "
             "output. The planned step returns the value itself.",
-            drop_copies_of_outputs, ()),
+            drop_copies_of_outputs),
     Rewrite("copies",
             "Aliases, and copies with their input's layout, would each cost a tensor and a call.",
             drop_copies),
@@ -84,16 +83,11 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "Convolutions, batch norms and poolings may have faster kernels for images with channels last. "
             "On request, networks of convolutions use this layout. Last bits differ, because other kernels "
             "compute.",
-            channels_last, ()),
+            channels_last),
     Rewrite("products of pixels",
             "An image with channels last is a matrix of pixels by channels, and a convolution of 1 x 1 is a "
             "product with it. Kernels for windows copy such images, or fill gradients with zeros first.",
-            multiply_pixels, (), when=("channels-last",)),
-    Rewrite("sums over pixels",
-            "On a CPU, torch's batch norm adds up a channel's pixels one after another if the channels are "
-            "last: over thousands of pixels, the statistics are about fifty times less exact than in the "
-            "other layout. The replacement adds up groups of pixels, and then the groups.",
-            add_up_by_groups, when=("channels-last",)),
+            multiply_pixels, when=("channels-last",)),
     Rewrite("unread statistics",
             "In training mode, a batch norm's gradient takes the updated running statistics but does not "
             "read them. Held until the backward, they would be memory that eager mode does not need.",
@@ -101,11 +95,11 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
     Rewrite("overwritten values",
             "The forward overwrites a buffer or an input at its end. Operations that need the old value "
             "later, above all a second run in the backward, read a copy.",
-            protect_overwritten, ()),
+            protect_overwritten),
     Rewrite("counters",
             "Each batch norm counts its batches in a buffer of its own: an operation and a kernel for each. "
             "Counters that nothing reads are increased after the forward, in one call.",
-            take_counters_off, ()),
+            take_counters_off),
     Rewrite("reduced losses",
             "Torch's kernels of some losses (`mse_loss`, `smooth_l1_loss`, `binary_cross_entropy`, "
             "`soft_margin_loss`) return a number in a storage as large as their input, `F.fold` images "
@@ -120,17 +114,12 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "A caller holds the logits that are returned together with the loss, and most callers never "
             "read them. If the loss does not need the whole logits, the step keeps the values that they are "
             "computed from instead.",
-            take_outputs_off, (), when=("deferred-outputs",)),
+            take_outputs_off, when=("deferred-outputs",)),
     Rewrite("chunked loss",
             "The logits of a language model are often its largest tensors. If a budget needs it, a wide "
             "product, its losses and their gradients are computed a few rows at a time; the last bits of "
             "the weight's gradient differ.",
             tile_heads),
-    Rewrite("tiled MLPs",
-            "Between the two products of a transformer's MLP, a token takes about four times the memory "
-            "that it takes elsewhere. If a budget needs it, MLPs run a few rows at a time; the last bits of "
-            "their weights' gradients differ.",
-            tile_mlps),
     Rewrite("rows of embeddings",
             "Torch makes an embedding's gradient as large as its table, mostly zeros. If the table has "
             "another gradient (of a head that it is tied to), this would be a second matrix of that size: "
@@ -139,7 +128,7 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
     Rewrite("outputs that stay",
             "An output that was removed, but whose values the step computes anyway, becomes an ordinary "
             "output again.",
-            put_outputs_back, (), when=("deferred-outputs",)),
+            put_outputs_back, when=("deferred-outputs",)),
     Rewrite("sums of gradients",
             "A parameter that is used in several places has a gradient from each. Autograd adds them "
             "itself, in the same order, and each gradient leaves as soon as it is made.",
@@ -147,31 +136,27 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
     Rewrite("layouts of gradients",
             "Autograd copies a gradient whose layout differs from its parameter's, and no plan would count "
             "this copy.",
-            layouts_of_gradients, (), when=("channels-last",), unless=("in-place",)),
+            layouts_of_gradients, when=("channels-last",), unless=("in-place",)),
     Rewrite("gradients in place",
             "On request, products, convolutions and embeddings add to the existing `.grad`, and no gradient "
             "of a weight is a separate tensor.",
-            add_gradients_in_place, (), when=("in-place",)),
+            add_gradients_in_place, when=("in-place",)),
     Rewrite("shared gradients",
             "A gradient that autograd receives belongs to the user, who may write to it. It therefore "
             "shares its storage with no other value.",
             own_gradients),
-    Rewrite("chains of views",
-            "A traced backward looks at values through chains of reshapes and transposes. Each is a call in "
-            "every step, and many undo one another.",
-            shorten_views),
     Rewrite("constants",
             "Masks and position ids depend on no trained value. They are computed once in a step, and never "
             "again in the backward; all layers of a transformer need the same ones.",
-            find_constants, ()),
+            find_constants),
     Rewrite("decisions",
             "What a forward chooses by computed numbers (a top-k, an argmax, a mask) may change when an "
             "accelerator computes the numbers again. Therefore the choice is computed once and kept.",
-            find_decisions, ()),
+            find_decisions),
     Rewrite("fused groups",
             "Between products, convolutions and attention, eager mode reads and writes a tensor for every "
             "operation. If compiled kernels are requested, neighbouring operations become one computation.",
-            fuse, (), when=("compiled",)),
+            fuse, when=("compiled",)),
 )
 """In the order in which they work."""
 
@@ -192,7 +177,7 @@ def simplify(capture: Capture, wanted: tuple[bool, ...], choices: frozenset[str]
     """
     joint = joint_of(capture, wanted, choices)
     rewrite(joint, REWRITES, verify=VERIFY if verify is None else verify)
-    return joint.freeze()
+    return joint
 
 
 def rewrite(joint: Joint, passes: Sequence[Rewrite[Joint]], *, verify: bool = False) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.device.random_state import unchanged_random_state
 from rkmate.graph.capture.answers import Kinds, Looked
-from rkmate.graph.capture.capture import flat_module
+from rkmate.graph.capture.capture import FlatModule
 from rkmate.graph.capture.collectives import communicates
 from rkmate.graph.capture.repairs import repaired, ways_to_export
 from rkmate.graph.capture.state import HostDraws, PythonState
@@ -159,7 +159,7 @@ def _record(model: nn.Module, inputs: Structure, forms: Sequence[TensorForm], lo
                             learning.append(names[-1])
                     registry[name] = registered[id(t)]
         recorder.real = frozenset(registered)
-        flat = flat_module(model, inputs, state, lambda _: values_told(recorder.known))
+        flat = FlatModule(model, inputs, state, lambda _: values_told(recorder.known))
         with recorder:
             outputs = flat(*given)
             found = [o for o in outputs if o.requires_grad]

@@ -20,6 +20,7 @@ from rkmate.graph.passes.joint import Joint
 from rkmate.graph.passes.tiles.rewrite import call_meta
 from rkmate.torch_seam.nodes import VALUE, is_backward, wish_of
 from rkmate.torch_seam.patches.recurrent import values_of
+from rkmate.torch_seam.schema import schema_of
 
 aten = torch.ops.aten
 
@@ -59,14 +60,33 @@ class _Layer:
     """What has no segments: packed sequences, both directions at once."""
 
 
-_LAYERS: dict[Any, _Layer] = {
-    torch.ops.rkmate.recurrent_layer.default: _Layer(
-        aten.mkldnn_rnn_layer_backward.default, 3, (5, 6), 7, (8, 9), 10, (11, 12), 22, (5, 6), 14, 7, 8),
-    torch.ops.rkmate.cudnn_rnn.default: _Layer(
-        torch.ops.rkmate.cudnn_rnn_backward.default, 3, (2, 3), 4, (), 5, (6, 7), 8, (1, 2), 6, None, 8),
-    torch.ops.rkmate.recurrent_steps.default: _Layer(
-        torch.ops.rkmate.recurrent_steps_backward.default, 2, (1,), 6, (), 8, (9,), 7, (1,), None, 6, None),
-}
+def _layer(operator: Any, gradient: Any, *, states: Sequence[str], batch_first: str | None = None,
+           backwards: str | None = None, whole: str | None = None, output: str = "output",
+           leaving: Sequence[str] = (), of_output: str = "grad_output", of_leaving: Sequence[str],
+           reserve: str, kept: int, of_states: tuple[int, ...]) -> tuple[Any, _Layer]:
+    """Return an operator and the places of its arguments, which are given by their names in its schema, or in
+    its gradient's."""
+    mine, its = ({a.name: k for k, a in enumerate(schema_of(o).arguments)} for o in (operator, gradient))
+    first, reads_backwards, has_none = (None if name is None else mine[name]
+                                        for name in (batch_first, backwards, whole))
+    return operator, _Layer(
+        gradient, kept, tuple(mine[n] for n in states), its[output], tuple(its[n] for n in leaving),
+        its[of_output], tuple(its[n] for n in of_leaving), its[reserve], of_states, first, reads_backwards,
+        has_none)
+
+
+_LAYERS: dict[Any, _Layer] = dict((
+    _layer(torch.ops.rkmate.recurrent_layer.default, aten.mkldnn_rnn_layer_backward.default,
+           states=("hx", "cx"), batch_first="batch_first", backwards="reverse", whole="batch_sizes",
+           leaving=("hy_", "cy_"), of_leaving=("grad_hy", "grad_cy"), reserve="workspace", kept=3,
+           of_states=(5, 6)),
+    _layer(torch.ops.rkmate.cudnn_rnn.default, torch.ops.rkmate.cudnn_rnn_backward.default,
+           states=("hx", "cx"), batch_first="batch_first", whole="bidirectional",
+           of_leaving=("grad_hy", "grad_cy"), reserve="reserve", kept=3, of_states=(1, 2)),
+    _layer(torch.ops.rkmate.recurrent_steps.default, torch.ops.rkmate.recurrent_steps_backward.default,
+           states=("hx",), backwards="reverse", of_leaving=("grad_hidden",), reserve="kept", kept=2,
+           of_states=(1,)),
+))
 
 
 def segment_recurrent(joint: Joint) -> None:

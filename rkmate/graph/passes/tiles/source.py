@@ -1,11 +1,10 @@
-"""A tiled computation as a Python function: the operations of one tile, what each of them overwrites and
-frees, their statements, and the loop over tiles around them."""
+"""The operations of one tile, what each of them overwrites and frees, and their statements in Python."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -133,89 +132,6 @@ class Give(Result):
         return not self.lead
 
 
-class Tiled(Protocol):
-    """The parts of a tiled computation that its text needs: see `tiled.Tiled`."""
-
-    @property
-    def graph(self) -> fx.Graph: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def takes(self) -> tuple[int, ...]: ...
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]: ...
-    @property
-    def gives(self) -> tuple[Give, ...]: ...
-    @property
-    def into(self) -> tuple[int, ...]: ...
-    @property
-    def in_place(self) -> bool: ...
-
-    @property
-    def step(self) -> int:
-        """Rows of a tile."""
-
-
-def function(tiled: Tiled, name: str, write: Writer) -> str:
-    """Return the function's text."""
-    inputs = [n for n in tiled.graph.nodes if n.op == "placeholder"][1:]
-    output: Any = next(n for n in tiled.graph.nodes if n.op == "output").args[0]
-    results = [f"result_{k}" for k in range(len(output))]
-    given = [f"all_{n.name}" if lead else n.name for n, lead in zip(inputs, tiled.takes, strict=True)]
-    given += [f"into_{k}" for k in tiled.into]
-    lines = [f"def {name}({', '.join(given)}):",
-             f'    """{tiled.rows} rows, {tiled.step} at a time."""']
-    for node, lead, shape in zip(inputs, tiled.takes, tiled.shapes, strict=True):
-        if lead > 1:
-            lines.append(f"    all_{node.name} = all_{node.name}.reshape("
-                         f"{[tiled.rows, *shape[lead:]]})")
-    fused = products(tiled)
-    lines += [f"    {_start(tiled, k, give, write, fused=k in fused)}" for k, give in enumerate(tiled.gives)]
-    body = [f"n = min({tiled.step}, {tiled.rows} - at)"] if tiled.rows % tiled.step \
-        else [f"n = {tiled.step}"]
-    body += [f"{node.name} = all_{node.name}.narrow(0, at, n)"
-             for node, lead in zip(inputs, tiled.takes, strict=True) if lead]
-    for step in steps_of(tiled.graph):
-        k = next((k for k in fused if fused[k] is step.node), None)
-        # A product's first tile writes; what stood there is not read.
-        first = "" if k in tiled.into else ", beta=int(at > 0)"
-        body.append(statement(step, write) if k is None else add_product(
-            results[k], step.node, write, first))
-        done = [k for k, n in enumerate(output) if n is step.node and k not in fused]
-        body += [_collect(results[k], n, tiled.gives[k]) for k in done for n in [output[k]]]
-        ends = [n.name for n in step.ends if n not in fused.values()]
-        body += [f"del {', '.join(ends)}"] if ends else []
-    lines.append(f"    for at in range(0, {tiled.rows}, {tiled.step}):")
-    lines += [f"        {line}" for line in body]
-    lines.append(f"    return ({', '.join(_end(tiled, k, give) for k, give in enumerate(tiled.gives))},)")
-    return "\n".join(lines) + "\n"
-
-
-def products(tiled: Tiled) -> dict[int, fx.Node]:
-    """Return the results that are sums of products, each added to the sum in place, and these products."""
-    output: Any = next(n for n in tiled.graph.nodes if n.op == "output").args[0]
-    return {k: node for k, (node, give) in enumerate(zip(output, tiled.gives, strict=True))
-            if not give.lead and node.target is aten.mm.default and len(node.users) == 1
-            and node.meta[VALUE].dtype == give.sums_in and output.count(node) == 1}
-
-
-def _start(tiled: Tiled, k: int, give: Give, write: Writer, *, fused: bool) -> str:
-    name = f"result_{k}"
-    if give.lead:
-        return f"{name} = {new_tensor('empty', _by_rows(tiled, give), give.dtype, give.device, write)}"
-    if k in tiled.into and not tiled.in_place:
-        return f"{name} = into_{k}.to({give.sums_in}, copy=True)"
-    if k in tiled.into and give.sums_in == give.dtype:
-        return f"{name} = into_{k}"
-    # A product's first tile writes; what stood there is not read.
-    kind = "empty" if fused and k not in tiled.into else "zeros"
-    return f"{name} = {new_tensor(kind, list(give.shape), give.sums_in, give.device, write)}"
-
-
-def _by_rows(tiled: Tiled, give: Give) -> list[int]:
-    return [tiled.rows, *give.shape[give.lead:]]
-
-
 def new_tensor(kind: str, shape: list[int], dtype: torch.dtype, device: torch.device, write: Writer) -> str:
     """Return a call that makes a tensor of zeros, or one without values."""
     return f'torch.{kind}({shape}, dtype={dtype}, device="{write.device(str(device))}")'
@@ -225,21 +141,6 @@ def add_product(name: str, node: fx.Node, write: Writer, more: str = "") -> str:
     """Return a product that is added to a result in place, as a line of source."""
     a, b = (n.name for n in node.args)  # type: ignore[union-attr]
     return f"{write.callee(operator_of(aten.addmm.out))}({name}, {a}, {b}{more}, out={name})"
-
-
-def _collect(name: str, node: fx.Node, give: Give) -> str:
-    return f"{name}.narrow(0, at, n).copy_({node.name})" if give.lead else f"{name}.add_({node.name})"
-
-
-def _end(tiled: Tiled, k: int, give: Give) -> str:
-    name = f"result_{k}"
-    if give.lead:
-        return name if give.lead == 1 else f"{name}.view({list(give.shape)})"
-    if give.sums_in == give.dtype:
-        return name
-    if k in tiled.into and tiled.in_place:
-        return f"into_{k}.add_({name})"
-    return f"{name}.to({give.dtype})"
 
 
 def statement(step: Step, write: Writer) -> str:

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.ops.properties import PRODUCTS, is_view
+from rkmate.graph.ops.properties import is_view
 from rkmate.graph.passes.joint import Joint, readers_of
 from rkmate.graph.passes.tiles.choosing import HEAVY, Labels, Plan, bytes_of, chosen, looked_at
 from rkmate.graph.passes.tiles.matching import Matcher
 from rkmate.graph.passes.tiles.norms import moved_on, norm_of
 from rkmate.graph.passes.tiles.pieces import shape_of, value_of
 from rkmate.graph.passes.tiles.rewrite import call_meta, item_of, put_in_order
-from rkmate.graph.passes.tiles.scales import gradient_of_scale, move_behind, scaled_operands
 from rkmate.graph.passes.tiles.stretch import (
     STATISTICS,
     Key,
@@ -47,36 +46,20 @@ def tile_stretches(joint: Joint) -> None:
     """Note the weights of what could run in tiles; let stretches run so where that is asked for."""
     names: list[str] = []
     norms: list[str] = []
-    scales: list[str] = []
     if "tiles" not in joint.choices:
         forward = [n for n in joint.graph.nodes if not is_backward(n)]
         names = [n.name for n in forward if n.target in HEAVY]
         norms = names if any(norm_of(n) is not None for n in forward) else []
-        products = [n for n in forward if n.target in PRODUCTS]
-        scales = names if scaled_operands(products, joint.handed()) else []
     else:
         for plan in chosen(joint):
-            scaled = _scaled(joint, plan)
-            found = _rewrite(joint, plan, scaled) if scaled else None
-            scales += found or []
-            found = found or _rewrite(joint, plan) or []
+            found = _rewrite(joint, plan) or []
             names += found
             norms += found if plan.labels.mixing.intersection(plan.nodes) else []
     joint.concerned["tiles"] = tuple(dict.fromkeys(names))
-    joint.concerned["tiled-scales"] = tuple(dict.fromkeys(scales))
     joint.concerned["tiled-norms"] = tuple(dict.fromkeys(norms))
 
 
 # -- A stretch of the joint graph ------------------------------------------------------------------
-
-
-def _scaled(joint: Joint, plan: Plan) -> list[fx.Node]:
-    """Return the operations before a stretch that scale what its products read, where scales are to be moved
-    behind the products."""
-    labels = plan.labels
-    products = [n for n in plan.nodes if n.target in PRODUCTS and labels.dims.get(n) == 1]
-    found = scaled_operands(products, joint.handed()) if "tiled-scales" in joint.choices else []
-    return found if not any(n in labels for n in found) else []
 
 
 def extracted(labels: Labels, nodes: Sequence[fx.Node], trained: Collection[fx.Node]) -> Stretch:
@@ -135,10 +118,10 @@ def _trained(joint: Joint) -> set[fx.Node]:
             and n.meta[VALUE].is_floating_point()}
 
 
-def _rewrite(joint: Joint, plan: Plan, scaled: Sequence[fx.Node] = ()) -> list[str] | None:
+def _rewrite(joint: Joint, plan: Plan) -> list[str] | None:
     """Let a stretch run in tiles. Returns the names of its weights; None, and nothing is changed, where it
-    cannot run so. `scaled`: see `_scaled`."""
-    stretch = extracted(plan.labels, [*scaled, *plan.nodes], _trained(joint))
+    cannot run so."""
+    stretch = extracted(plan.labels, plan.nodes, _trained(joint))
     _find_results(joint, stretch)
     if not stretch.results:
         return None
@@ -146,13 +129,6 @@ def _rewrite(joint: Joint, plan: Plan, scaled: Sequence[fx.Node] = ()) -> list[s
     if matched is None:
         return None
     entering, groups = matched
-    apart: list[_OfScale] = []
-    if scaled:
-        scales = move_behind(stretch, scaled)
-        split = None if scales is None else _without_scales(groups, scales)
-        if split is None:
-            return None
-        groups, apart = split
     # The first gradient may take the memory of one that enters.
     like = {(shape_of(r), value_of(r).dtype) for r, _ in entering}
     groups.sort(key=lambda g: -bytes_of(g[1]) if (shape_of(g[1]), value_of(g[1]).dtype) in like else 0)
@@ -176,12 +152,8 @@ def _rewrite(joint: Joint, plan: Plan, scaled: Sequence[fx.Node] = ()) -> list[s
         known = _count(joint, stretch, list(norms), counted)
     _call(joint, *_with(forward, known), (), results, backward=False)
     if backward is not None:
-        made = _call(joint, *_with(backward, known), [g for _, g in entering], [c for _, c in groups],
-                     backward=True)
-        for scale, source, gradient in apart:
-            of_source = made[[ports for ports, _ in groups].index([source])]
-            joint.replace(gradient, *_written_out(joint, gradient_of_scale, [source.of, scale.of, of_source],
-                                                  call_meta([gradient], backward=True)))
+        _call(joint, *_with(backward, known), [g for _, g in entering], [c for _, c in groups],
+              backward=True)
     put_in_order(joint.graph)
     of = [looked_at(p.of) for p in stretch.ports.values()]
     return [joint.name(n) for n in of if n in joint.sources and joint.sources[n].kind == "param"]
@@ -299,22 +271,6 @@ def _together(joint: Joint, matcher: Matcher, leaving: _Groups, between: set[fx.
     return found, sums
 
 
-_OfScale = tuple[Port, Port, fx.Node]
-"""A scale of rows, what it scales, and its gradient."""
-
-
-def _without_scales(groups: _Groups, scales: Mapping[Port, Port]) -> tuple[_Groups, list[_OfScale]] | None:
-    """Return the gradients that tiles compute, and those of scales of rows, which follow from them; None
-    where they do not."""
-    apart = [(ports[0], scales[ports[0]], gradient) for ports, gradient in groups if ports[0] in scales]
-    rest = [(ports, gradient) for ports, gradient in groups if ports[0] not in scales]
-    alone = [ports for ports, _ in groups if len(ports) == 1]
-    if all(scale.of.target is aten.rsqrt.default and [scale] in alone and [source] in alone
-           for scale, source, _ in apart) and not any(p in scales for ports, _ in rest for p in ports):
-        return rest, apart
-    return None
-
-
 def _with(made: tuple[Any, list[Key]], known: Mapping[fx.Node, fx.Node]) -> tuple[Any, list[fx.Node]]:
     """Return a computation in tiles and its arguments. `known`: statistics of norms in the joint graph."""
     return made[0], [known.get(of, of) for of, _ in made[1]]
@@ -357,13 +313,12 @@ def _written_out(joint: Joint, function: Callable[..., Any], given: Sequence[fx.
 
 
 def _call(joint: Joint, banded: Any, args: Sequence[fx.Node], more: Sequence[fx.Node],
-          results: Sequence[fx.Node], *, backward: bool) -> list[fx.Node]:
-    """Let a computation in tiles take the place of what makes some values. Returns its results."""
+          results: Sequence[fx.Node], *, backward: bool) -> None:
+    """Let a computation in tiles take the place of what makes some values."""
     items = _called(joint, banded, [*args, *more], results, backward=backward)
     for k, result in enumerate(results):
         joint.replace(result, items[k])
     put_in_order(joint.graph)
-    return items
 
 
 def _called(joint: Joint, banded: Any, args: Sequence[fx.Node], results: Sequence[fx.Node], *,

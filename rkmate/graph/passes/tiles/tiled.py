@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,15 @@ from torch import fx
 
 from rkmate.graph.ops.norms import BATCH_NORM_BACKWARD
 from rkmate.graph.passes.node_calls import OwnFunction
-from rkmate.graph.passes.tiles import source
-from rkmate.graph.passes.tiles.source import Give, Result, peak_bytes
+from rkmate.graph.passes.tiles.source import (
+    Give,
+    Result,
+    add_product,
+    new_tensor,
+    peak_bytes,
+    statement,
+    steps_of,
+)
 from rkmate.ir.calls import Writer
 from rkmate.support.generated import load
 from rkmate.torch_seam.nodes import VALUE
@@ -84,9 +91,8 @@ class Tiled(InTiles):
     """Of the arguments."""
     gives: tuple[Give, ...]
     into: tuple[int, ...] = ()
-    """Results, of those that are summed up, whose first value comes in as an argument, after the others."""
-    in_place: bool = False
-    """Whether such a first value is overwritten; else it is copied."""
+    """Results, of those that are summed up, whose first value comes in as an argument, after the others, and
+    is overwritten."""
 
     prefix = "tiled"
 
@@ -97,7 +103,7 @@ class Tiled(InTiles):
 
     def function(self, name: str, write: Writer = Writer()) -> str:
         """Return the generated function under another name. `write`: what its operations are written with."""
-        return source.function(self, name, write)
+        return _function(self, name, write)
 
     def with_parts(self, parts: int) -> Tiled:
         """Return the computation in `parts` parts."""
@@ -112,16 +118,16 @@ class Tiled(InTiles):
         """Return the computation in fewer tiles by a factor, two at least; None if it runs in two."""
         return self.with_parts(max(2, self.parts // factor)) if self.parts > 2 else None
 
-    def with_into(self, into: Sequence[int], *, in_place: bool = False) -> Tiled:
-        """Return the computation with the first value of some sums as arguments."""
+    def with_into(self, into: Sequence[int]) -> Tiled:
+        """Return the computation that adds some sums to arguments, in place."""
         if any(self.gives[k].lead for k in into):
             raise ValueError("a result that is put together by rows has no first value")
-        return replace(self, into=tuple(into), in_place=in_place)
+        return replace(self, into=tuple(into))
 
     def tile_bytes(self, inside: Callable[[fx.Node], int]) -> int:
         """Return the most bytes in addition to the results: of one tile, and of sums in another type than
         their result's. `inside`: the temporaries of an operation of a tile."""
-        return peak_bytes(self.graph, [*source.products(self).values()], inside) + self.sum_bytes(apart=True)
+        return peak_bytes(self.graph, [*_products(self).values()], inside) + self.sum_bytes(apart=True)
 
     def __repr__(self) -> str:
         return f"{self.name}({self.rows} rows in {self.parts} parts)"
@@ -162,6 +168,82 @@ def _compiled(text: str, name: str) -> Callable[..., Any]:
     return made
 
 
+# -- The generated function ------------------------------------------------------------------------
+
+
+def _function(tiled: Tiled, name: str, write: Writer) -> str:
+    """Return the function's text."""
+    inputs = [n for n in tiled.graph.nodes if n.op == "placeholder"][1:]
+    output: Any = next(n for n in tiled.graph.nodes if n.op == "output").args[0]
+    results = [f"result_{k}" for k in range(len(output))]
+    given = [f"all_{n.name}" if lead else n.name for n, lead in zip(inputs, tiled.takes, strict=True)]
+    given += [f"into_{k}" for k in tiled.into]
+    lines = [f"def {name}({', '.join(given)}):",
+             f'    """{tiled.rows} rows, {tiled.step} at a time."""']
+    for node, lead, shape in zip(inputs, tiled.takes, tiled.shapes, strict=True):
+        if lead > 1:
+            lines.append(f"    all_{node.name} = all_{node.name}.reshape("
+                         f"{[tiled.rows, *shape[lead:]]})")
+    fused = _products(tiled)
+    lines += [f"    {_start(tiled, k, give, write, fused=k in fused)}" for k, give in enumerate(tiled.gives)]
+    body = [f"n = min({tiled.step}, {tiled.rows} - at)"] if tiled.rows % tiled.step \
+        else [f"n = {tiled.step}"]
+    body += [f"{node.name} = all_{node.name}.narrow(0, at, n)"
+             for node, lead in zip(inputs, tiled.takes, strict=True) if lead]
+    for step in steps_of(tiled.graph):
+        k = next((k for k in fused if fused[k] is step.node), None)
+        # A product's first tile writes; what stood there is not read.
+        first = "" if k in tiled.into else ", beta=int(at > 0)"
+        body.append(statement(step, write) if k is None else add_product(
+            results[k], step.node, write, first))
+        done = [k for k, n in enumerate(output) if n is step.node and k not in fused]
+        body += [_collect(results[k], n, tiled.gives[k]) for k in done for n in [output[k]]]
+        ends = [n.name for n in step.ends if n not in fused.values()]
+        body += [f"del {', '.join(ends)}"] if ends else []
+    lines.append(f"    for at in range(0, {tiled.rows}, {tiled.step}):")
+    lines += [f"        {line}" for line in body]
+    lines.append(f"    return ({', '.join(_end(tiled, k, give) for k, give in enumerate(tiled.gives))},)")
+    return "\n".join(lines) + "\n"
+
+
+def _products(tiled: Tiled) -> dict[int, fx.Node]:
+    """Return the results that are sums of products, each added to the sum in place, and these products."""
+    output: Any = next(n for n in tiled.graph.nodes if n.op == "output").args[0]
+    return {k: node for k, (node, give) in enumerate(zip(output, tiled.gives, strict=True))
+            if not give.lead and node.target is aten.mm.default and len(node.users) == 1
+            and node.meta[VALUE].dtype == give.sums_in and output.count(node) == 1}
+
+
+def _start(tiled: Tiled, k: int, give: Give, write: Writer, *, fused: bool) -> str:
+    name = f"result_{k}"
+    if give.lead:
+        return f"{name} = {new_tensor('empty', _by_rows(tiled, give), give.dtype, give.device, write)}"
+    if k in tiled.into and give.sums_in == give.dtype:
+        return f"{name} = into_{k}"
+    # A product's first tile writes; what stood there is not read.
+    kind = "empty" if fused and k not in tiled.into else "zeros"
+    return f"{name} = {new_tensor(kind, list(give.shape), give.sums_in, give.device, write)}"
+
+
+def _by_rows(tiled: Tiled, give: Give) -> list[int]:
+    return [tiled.rows, *give.shape[give.lead:]]
+
+
+def _collect(name: str, node: fx.Node, give: Give) -> str:
+    return f"{name}.narrow(0, at, n).copy_({node.name})" if give.lead else f"{name}.add_({node.name})"
+
+
+def _end(tiled: Tiled, k: int, give: Give) -> str:
+    name = f"result_{k}"
+    if give.lead:
+        return name if give.lead == 1 else f"{name}.view({list(give.shape)})"
+    if give.sums_in == give.dtype:
+        return name
+    if k in tiled.into:
+        return f"into_{k}.add_({name})"
+    return f"{name}.to({give.dtype})"
+
+
 # -- Fewer and larger parts ------------------------------------------------------------------------
 #
 # The graph contains the variant that needs the least memory. The kernel is chosen at each step of a schedule,
@@ -189,21 +271,16 @@ def whole_batch_norm(node: fx.Node) -> tuple[Alternative, ...]:
                         value.numel() * value.element_size()),)
 
 
-KERNELS: Mapping[Any, Callable[[fx.Node], tuple[Alternative, ...]]] = {
-    BATCH_NORM_BACKWARD: whole_batch_norm,
-}
-"""Functions that return the alternatives, by operator. The parts of a plain cross entropy are as fast as
-torch's kernel."""
 FEWER = 4
 """Factor between the parts of one alternative and the next: a useful difference."""
 
 
 def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
-    """Return the other kernels of an operation, the smallest memory first; none if it has only one."""
+    """Return the other kernels of an operation, the smallest memory first; none if it has only one. The parts
+    of a plain cross entropy are as fast as torch's kernel."""
     if isinstance(node.target, InTiles):
         return _of_tiles(node, node.target)
-    find = KERNELS.get(node.target)
-    return () if find is None else find(node)
+    return whole_batch_norm(node) if node.target is BATCH_NORM_BACKWARD else ()
 
 
 def _of_tiles(node: fx.Node, tiled: InTiles) -> tuple[Alternative, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.ir.recompute import missing_nodes
+from rkmate.ir.cd import missing_nodes
 from rkmate.pipeline.prepare import Prepared, prepare, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, GROUPED_LOSS, Variant, others, together

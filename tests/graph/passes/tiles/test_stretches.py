@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import rkmate
-from rkmate.graph.passes.tiles.scales import scaled_operands
 from rkmate.measure.step import measure_peak
 from rkmate.pipeline.settings import Settings
-from rkmate.torch_seam.trace import operations_of
 
 NEVER, AUTO = Settings(tiles="never"), Settings(tiles="auto")
 
@@ -136,54 +132,6 @@ def test_heads_of_an_attention_run_in_tiles_next_to_a_head() -> None:
         torch.testing.assert_close(p.grad.double(), q[1].grad, rtol=1e-4, atol=1e-6, msg=name)
     # What attention's kernels take besides is not estimated.
     assert measure_peak(lambda: wrapped(x).backward()).peak < 0.75 * before
-
-
-class Normed(nn.Module):
-    """Two layers of causal attention, each behind a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(64) for _ in range(2))
-        self.products = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for k, norm in enumerate(self.norms):
-            y = norm(x)
-            *inner, out = self.products[4 * k:4 * k + 4]
-            q, k, v = (p(y).unflatten(-1, (8, 8)).transpose(1, 2) for p in inner)
-            x = x + out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x.square().mean()
-
-
-def test_scales_of_a_norm_move_behind_its_products() -> None:
-    torch.manual_seed(0)
-    model, x, settings = Normed(), torch.randn(1, 1000, 64), replace(AUTO, costs="analytic")
-    for norm in model.norms:
-        nn.init.normal_(norm.weight, 1, 0.3)
-    exact = copy.deepcopy(model).double()
-    least = _smallest(model, x, settings)
-    with pytest.warns(rkmate.RkmateWarning, match="scales of norms are applied behind their products"):
-        wrapped = rkmate.wrap(model, (x,), budget=least, settings=settings, progress=False)
-    assert wrapped.plan.variant == "tiles+tiled-scales"
-    wrapped(x).backward()
-    exact(x.double()).backward()
-    for (name, p), q in zip(model.named_parameters(), exact.named_parameters(), strict=True):
-        torch.testing.assert_close(p.grad.double(), q[1].grad, rtol=1e-4, atol=1e-7, msg=name)
-
-
-@pytest.mark.parametrize(("make", "scaled"), [
-    pytest.param(lambda x, w, c, r: (x * r * c) @ w, 2, id="rows and columns"),
-    pytest.param(lambda x, w, c, r: (c * (r * x)).view(2, 3, 4).view(6, 4) @ w, 4, id="through views"),
-    pytest.param(lambda x, w, c, r: (x * c - r) @ w, 0, id="a mean"),
-    pytest.param(lambda x, w, c, r: (y := x * c) @ w + y, 0, id="read otherwise"),
-    pytest.param(lambda x, w, c, r: (x * c).t() @ x, 0, id="transposed"),
-    pytest.param(lambda x, w, c, r: (x.view(12, 2) * c[:2]).view(6, 4) @ w, 0, id="other columns")])
-def test_scaled_operands(make: Callable[..., torch.Tensor], scaled: int) -> None:
-    with FakeTensorMode():
-        like = [torch.empty(shape) for shape in ((6, 4), (4, 4), (4,), (6, 1))]
-    graph = operations_of(make, like)
-    products = [n for n in graph.nodes if n.target is torch.ops.aten.mm.default]
-    assert len(products) == 1 and len(scaled_operands(products, ())) == scaled
 
 
 class Volumes(nn.Module):
