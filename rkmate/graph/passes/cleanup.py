@@ -78,6 +78,95 @@ def _is_seen(joint: Joint, owner: fx.Node) -> bool:
     return owner in joint.sources or joint.leaves(owner)
 
 
+# -- Chains of views -------------------------------------------------------------------------------
+#
+# A traced backward looks at values through chains of reshapes and transposes, each a call at every step. A
+# view that is what an earlier one of its chain was becomes that one; of two reshapes in a row, the first
+# goes.
+
+_VIEWS = RESHAPES | TURNS | SQUEEZES | {aten.expand.default}
+
+_NO_VIEW = (RuntimeError, ValueError)
+"""Errors that views raise if only a copy has the wanted shape; those of fake tensors have an error of their
+own."""
+
+
+def shorten_views(joint: Joint) -> None:
+    """Shorten chains of views, except for what the caller gets: an output stays the view that it is."""
+    outputs = {n for n in joint.outputs if n is not None}
+    for node in list(joint.graph.nodes):
+        if node.op != "call_function" or node.target not in _VIEWS or node in outputs:
+            continue
+        same = _earlier(node)
+        if same is not None:
+            joint.replace(node, same)
+        elif node.target in RESHAPES and _base(node).target in RESHAPES:
+            origin = _base(_base(node))
+            viewed = _viewed(origin, node)
+            if viewed is not None and viewed == _layout(node.meta[VALUE]):
+                node.args = (origin, *node.args[1:])
+
+
+def _base(node: fx.Node) -> fx.Node:
+    return node.args[0]  # type: ignore[return-value]
+
+
+def _earlier(node: fx.Node) -> fx.Node | None:
+    """Return the first value of a view's chain that equals the view: the same elements in the same places."""
+    base = _base(node)
+    if base.target not in _VIEWS and _shape(base) != _shape(node):
+        return None                 # the only earlier value is another one
+    wanted, found = _layout(node.meta.get(VALUE)), None
+    chain: list[fx.Node] = []
+    base = node
+    while base.target in _VIEWS:
+        chain.append(base)
+        base = _base(base)
+        if wanted is not None and _layout(base.meta.get(VALUE)) == wanted and _is_identity(chain, base):
+            found = base
+    return found
+
+
+def _shape(node: fx.Node) -> Any:
+    return getattr(node.meta.get(VALUE), "shape", None)
+
+
+def _is_identity(chain: list[fx.Node], base: fx.Node) -> bool:
+    """Return whether views (the last first) undo each other, whatever the strides of the value that they look
+    at.
+
+    Traced strides do not tell: another gradient may stand where one was dropped.
+    """
+    value = plain = torch.empty(base.meta[VALUE].shape, device="meta")
+    try:
+        for view in reversed(chain):
+            value = view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+    except _NO_VIEW:
+        return False
+    return _layout(value) == _layout(plain)
+
+
+def _viewed(origin: fx.Node, like: fx.Node) -> tuple[Any, ...] | None:
+    """Return the layout of one value with another's shape, without a copy. (A fake tensor takes long to
+    compute it.)"""
+    layout = _layout(origin.meta.get(VALUE))
+    if layout is None:
+        return None
+    shape, stride, offset, dtype = layout
+    try:
+        found = torch.empty_strided(shape, stride, dtype=dtype, device="meta").view(like.meta[VALUE].shape)
+    except _NO_VIEW:
+        return None
+    return found.shape, found.stride(), offset, dtype
+
+
+def _layout(value: Any) -> tuple[Any, ...] | None:
+    """Return everything that distinguishes views of one storage."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return value.shape, value.stride(), value.storage_offset(), value.dtype
+
+
 # -- Written parts ---------------------------------------------------------------------------------
 #
 # Kernels that go over a wide result tile by tile keep one buffer for the tiles, and write and read a part of

@@ -15,6 +15,7 @@ from rkmate.graph.passes.cleanup import (
     drop_copies_of_outputs,
     drop_dead,
     read_what_was_written,
+    shorten_views,
 )
 from rkmate.graph.passes.fusion import fuse
 from rkmate.graph.passes.gradients import (
@@ -145,6 +146,10 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "A gradient that autograd receives belongs to the user, who may write to it. It therefore "
             "shares its storage with no other value.",
             own_gradients),
+    Rewrite("chains of views",
+            "A traced backward looks at values through chains of reshapes and transposes. Each is a call in "
+            "every step, and many undo one another.",
+            shorten_views),
     Rewrite("constants",
             "Masks and position ids depend on no trained value. They are computed once in a step, and never "
             "again in the backward; all layers of a transformer need the same ones.",
