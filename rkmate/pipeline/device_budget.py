@@ -43,12 +43,12 @@ def training_bytes(model: nn.Module, optimizer_states: int = ADAM_STATES) -> int
 
 
 def auto_budget(model: nn.Module, *, optimizer_states: int = ADAM_STATES) -> int:
-    """Return about how many bytes ``budget="auto"`` leaves for a step.
+    """Return the approximate number of bytes that ``budget="auto"`` leaves for a step.
 
-    This is the free memory of the model's CUDA device (including memory that torch's allocator has cached),
-    minus gradients of parameters that do not exist yet, minus the optimizer's state, minus 4% of the device
-    for fragments. ``budget="auto"`` itself counts the fragments of the actual schedule. Call this function,
-    or `wrap`, before the first step.
+    The result is the free memory of the model's CUDA device (including memory that torch's allocator has
+    cached), minus gradients of parameters that do not exist yet, minus the optimizer's state, minus 4% of the
+    device for fragments. ``budget="auto"`` itself counts the fragments of the actual schedule. Call this
+    function, or `wrap`, before the first step.
 
     Args:
         model: the module, on its device.
