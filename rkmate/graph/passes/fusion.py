@@ -19,9 +19,8 @@ from rkmate.device.inductor import Fused, form_of, fused
 from rkmate.graph.ops.properties import is_random, is_view
 from rkmate.graph.passes.cleanup import drop_dead
 from rkmate.graph.passes.images import is_dense
-from rkmate.graph.passes.joint import Joint, adds, owner_of
+from rkmate.graph.passes.joint import Joint, adds, bytes_of, owner_of, put_in_order
 from rkmate.graph.passes.node_calls import OwnFunction, call_of
-from rkmate.graph.passes.tiles.rewrite import put_in_order
 from rkmate.ir.calls import Writer, in_full
 from rkmate.support.generated import load
 from rkmate.torch_seam.nodes import VALUE, is_backward
@@ -164,12 +163,6 @@ def extent(node: fx.Node) -> int:
     if _packet(node) in _REDUCTIONS:
         return max(int(n.meta[VALUE].numel()) for n in node.all_input_nodes)
     return int(node.meta[VALUE].numel())
-
-
-def bytes_of(node: fx.Node) -> int:
-    """Return the bytes of a node's value."""
-    value = node.meta.get(VALUE)
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _packet(node: fx.Node) -> Any:

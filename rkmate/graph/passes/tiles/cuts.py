@@ -17,19 +17,10 @@ import torch
 from torch import fx
 
 from rkmate.graph.ops.properties import is_random
+from rkmate.graph.passes.joint import shape_of, value_of
 from rkmate.graph.passes.tiles import windows
 from rkmate.graph.passes.tiles.norms import normalized
-from rkmate.graph.passes.tiles.pieces import (
-    Band,
-    Need,
-    Piece,
-    Rule,
-    Write,
-    arguments,
-    same,
-    shape_of,
-    value_of,
-)
+from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, Rule, Write, arguments, same
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import OpOverload, schema_of
 

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
+from rkmate.graph.passes.joint import shape_of, value_of
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import record_of
 from rkmate.torch_seam.schema import OpOverload, operator_name, schema_of
@@ -44,14 +45,6 @@ def lead_of(shape: Sequence[int], rows: int) -> int | None:
         if count == rows:
             return k
     return None
-
-
-def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """Return the shape of a node's value, or of the first of several; None if it is not a tensor."""
-    value = node.meta.get(VALUE)
-    if isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def aligned(shape: Sequence[int], result: Sequence[int], rows: int, form: int) -> int | None:
@@ -111,8 +104,8 @@ def takes(node: fx.Node, form: int, rows: int) -> Forms | None:
     """Return the forms of the operands of an operation whose result has a form; None if it is not an
     operation on each row by itself."""
     rule = _rule(node)
-    shape = shape_of(node)
-    if rule is None or shape is None or (form > 0 and lead_of(shape, rows) != form):
+    if rule is None or not isinstance(value_of(node), torch.Tensor) \
+            or (form > 0 and lead_of(shape_of(node), rows) != form):
         return None
     return rule.takes(node, form, rows)
 
@@ -158,8 +151,7 @@ def together(pairs: list[tuple[Any, int | None]]) -> Forms | None:
 
 def _pointwise(node: fx.Node, form: int, rows: int) -> Forms | None:
     result = shape_of(node)
-    assert result is not None
-    return together([(n, aligned(shape_of(n) or (), result, rows, form)) for n in node.all_input_nodes])
+    return together([(n, aligned(shape_of(n), result, rows, form)) for n in node.all_input_nodes])
 
 
 def fitted(operand: Any, form: int, rank: int, tile: Tile) -> Any:
@@ -170,13 +162,13 @@ def fitted(operand: Any, form: int, rank: int, tile: Tile) -> Any:
     shape = shape_of(operand)
     value = tile.value[operand]
     tail = rank - form
-    if shape is None or form == TURNED or len(shape) <= tail:
+    if form == TURNED or len(shape) <= tail:
         return value
     return tile.call(aten.reshape.default, value, list(shape[len(shape) - tail:]))
 
 
 def _emit_pointwise(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    rank = len(shape_of(node) or ())
+    rank = len(shape_of(node))
     args, kwargs = fx.node.map_arg((arguments(node), node.kwargs), lambda n: fitted(n, form, rank, tile))
     return tile.call(node.target, *args, **kwargs)
 
@@ -200,7 +192,7 @@ def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (), d
     def dims(node: fx.Node) -> list[int] | None:
         given = arguments(node)[dim] if len(arguments(node)) > dim else default
         found = given if isinstance(given, (list, tuple)) else [given]
-        rank = len(shape_of(arguments(node)[0]) or ())
+        rank = len(shape_of(arguments(node)[0]))
         if node.target in _WIDER:
             rank += 1
         if not found or any(not isinstance(d, int) for d in found):
@@ -215,8 +207,8 @@ def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (), d
         for k in by_rows:
             operand = arguments(node)[k] if len(arguments(node)) > k else None
             if isinstance(operand, fx.Node):
-                shape = shape_of(operand) or ()
-                same = tuple(shape[:form]) == (shape_of(node) or ())[:form]
+                shape = shape_of(operand)
+                same = tuple(shape[:form]) == shape_of(node)[:form]
                 pairs.append((operand, form if same and lead_of(shape, rows) == form else None))
         pairs += [(arguments(node)[k], WHOLE) for k in whole if len(arguments(node)) > k]
         return together(pairs)
@@ -254,7 +246,7 @@ def _addmm(node: fx.Node, form: int, rows: int) -> Forms | None:
     if form != 1:
         return None
     bias, a, b = arguments(node)[:3]
-    return together([(bias, aligned(shape_of(bias) or (), shape_of(node) or (), rows, 1)),
+    return together([(bias, aligned(shape_of(bias), shape_of(node), rows, 1)),
                    (a, 1), (b, WHOLE)])
 
 
@@ -279,12 +271,12 @@ def emit_same(node: fx.Node, form: int, tile: Tile) -> fx.Node:
 
 def _view(node: fx.Node, form: int, rows: int) -> Forms | None:
     base = arguments(node)[0]
-    return together([(base, lead_of(shape_of(base) or (), rows))]) if form > 0 else None
+    return together([(base, lead_of(shape_of(base), rows))]) if form > 0 else None
 
 
 def _emit_view(node: fx.Node, form: int, tile: Tile) -> fx.Node:
     base: Any = arguments(node)[0]
-    before, after = (shape_of(base) or ())[tile.forms[base]:], (shape_of(node) or ())[form:]
+    before, after = shape_of(base)[tile.forms[base]:], shape_of(node)[form:]
     value = tile.value[base]
     return value if before == after else tile.call(aten.reshape.default, value, [tile.n, *after])
 
@@ -293,18 +285,18 @@ def _expand(node: fx.Node, form: int, rows: int) -> Forms | None:
     base: Any = arguments(node)[0]
     if form < 1:
         return None
-    return together([(base, aligned(shape_of(base) or (), shape_of(node) or (), rows, form))])
+    return together([(base, aligned(shape_of(base), shape_of(node), rows, form))])
 
 
 def _emit_expand(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    after = shape_of(node) or ()
+    after = shape_of(node)
     return tile.call(aten.expand.default, fitted(arguments(node)[0], form, len(after), tile),
                      [tile.n, *after[form:]])
 
 
 def _turn(node: fx.Node, form: int, rows: int) -> Forms | None:
     base: Any = arguments(node)[0]
-    if len(shape_of(node) or ()) != 2 or form not in (1, TURNED) or not _turns(node):
+    if len(shape_of(node)) != 2 or form not in (1, TURNED) or not _turns(node):
         return None
     return together([(base, TURNED if form == 1 else 1)])
 
@@ -324,7 +316,7 @@ def _full(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 
 def _emit_full(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    after = (shape_of(node) or ())[form:]
+    after = shape_of(node)[form:]
     return tile.call(node.target, [tile.n, *after], *arguments(node)[1:], **node.kwargs)
 
 
@@ -336,21 +328,21 @@ def _emit_new_zeros(node: fx.Node, form: int, tile: Tile) -> fx.Node:
 
 def _pad(node: fx.Node, form: int, rows: int) -> Forms | None:
     pads: Any = arguments(node)[1]
-    if form < 1 or len(pads) // 2 > len(shape_of(node) or ()) - form:
+    if form < 1 or len(pads) // 2 > len(shape_of(node)) - form:
         return None
     return together([(arguments(node)[0], form)])
 
 
 def _cat(node: fx.Node, form: int, rows: int) -> Forms | None:
     dim: Any = arguments(node)[1] if len(arguments(node)) > 1 else 0
-    if form < 1 or dim % len(shape_of(node) or ()) < form:
+    if form < 1 or dim % len(shape_of(node)) < form:
         return None
-    return together([(n, lead_of(shape_of(n) or (), rows)) for n in arguments(node)[0]])
+    return together([(n, lead_of(shape_of(n), rows)) for n in arguments(node)[0]])
 
 
 def _emit_cat(node: fx.Node, form: int, tile: Tile) -> fx.Node:
     dim: Any = arguments(node)[1]
-    rank = len(shape_of(node) or ())
+    rank = len(shape_of(node))
     return tile.call(node.target, [tile.value[n] for n in arguments(node)[0]], dim % rank - form + 1)
 
 
@@ -438,9 +430,9 @@ def sums(node: fx.Node, rows: int) -> Forms | None:
     if target is aten.nll_loss_forward.default and args[3] != 0:      # taken apart before it is tiled
         return together([(args[0], 1), (args[1], 1), (args[2], WHOLE)])
     if target in (aten.sum.default, aten.mean.default):
-        return together([(args[0], lead_of(shape_of(args[0]) or (), rows))])
+        return together([(args[0], lead_of(shape_of(args[0]), rows))])
     if target is aten.sum.dim_IntList:
-        shape = shape_of(args[0]) or ()
+        shape = shape_of(args[0])
         lead = lead_of(shape, rows)
         dims = {d % len(shape) for d in args[1] or range(len(shape))} if shape else set()
         if lead is not None and dims.issuperset(range(lead)):
@@ -461,7 +453,7 @@ def emit_sum(node: fx.Node, tile: Tile, *, is_part: bool = False) -> fx.Node:
                 for n in arguments(node)[:2])
         return tile.call(aten.mm.default, a, b)
     base: Any = arguments(node)[0]
-    shape, lead, value = shape_of(base) or (), tile.forms[base], tile.value[base]
+    shape, lead, value = shape_of(base), tile.forms[base], tile.value[base]
     kwargs: dict[str, Any] = ({"dtype": torch.float32} if half else {}) | dict(node.kwargs)
     if node.target is aten.mean.default:
         part = tile.call(aten.sum.default, value, **kwargs)
@@ -471,6 +463,6 @@ def emit_sum(node: fx.Node, tile: Tile, *, is_part: bool = False) -> fx.Node:
     dims = {d % len(shape) for d in arguments(node)[1] or range(len(shape))}
     left = [0, *(d - lead + 1 for d in sorted(dims) if d >= lead)]
     part = tile.call(aten.sum.dim_IntList, value, left, **kwargs)
-    after = list(shape_of(node) or ())
+    after = list(shape_of(node))
     keep = len(arguments(node)) > 2 and bool(arguments(node)[2])
     return tile.call(aten.reshape.default, part, after) if keep else part

@@ -12,17 +12,8 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
-from rkmate.graph.passes.tiles.pieces import (
-    Band,
-    Need,
-    Piece,
-    Rule,
-    Write,
-    arguments,
-    same,
-    shape_of,
-    value_of,
-)
+from rkmate.graph.passes.joint import shape_of, value_of
+from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, Rule, Write, arguments, same
 
 aten = torch.ops.aten
 
