@@ -20,7 +20,7 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.graph.capture.repairs import retrace
-from rkmate.graph.ops.properties import is_random, is_view
+from rkmate.graph.ops.properties import is_pointwise, is_random, is_view
 from rkmate.graph.passes.joint import Joint, inserted, result_of, tensors_of
 from rkmate.torch_seam.nodes import VALUE, is_backward
 from rkmate.torch_seam.schema import OpOverload
@@ -62,7 +62,7 @@ def follows(node: fx.Node) -> bool:
     """Return whether an operation of ATen reads images in any layout, and returns them in a layout of its own
     choice."""
     target: Any = node.target
-    if torch.Tag.pointwise in target.tags:
+    if is_pointwise(target):
         return bool(target.namespace == "aten")
     packet = target.overloadpacket
     return packet in _ANYWHERE or (packet in _ON_CPU and all(

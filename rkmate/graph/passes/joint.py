@@ -191,7 +191,13 @@ def _reached(nodes: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Nod
     return found
 
 
-# -- Values ----------------------------------------------------------------------------------------
+# -- Arguments and values --------------------------------------------------------------------------
+
+
+def arguments(node: fx.Node, defaults: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """Return the positional arguments of a node, the last ones by default."""
+    args: tuple[Any, ...] = tuple(node.args)
+    return *args, *defaults[len(args):]
 
 
 def value_of(node: fx.Node) -> Any:

@@ -16,11 +16,10 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.captured import Source
-from rkmate.graph.ops.properties import BATCHED_PRODUCTS, PRODUCTS, is_random, is_view
+from rkmate.graph.ops.properties import BATCHED_PRODUCTS, PRODUCTS, is_pointwise, is_random, is_view
 from rkmate.graph.passes.joint import Deferred, Joint, bytes_of, owner_of
 from rkmate.graph.passes.lean import is_wide
 from rkmate.torch_seam.nodes import VALUE, copied, is_backward
-from rkmate.torch_seam.schema import OpOverload
 
 aten = torch.ops.aten
 _CASTS = {aten._to_copy.default, aten.clone.default}
@@ -142,8 +141,7 @@ def _is_wide(value: Any) -> bool:
 
 
 def _is_by_elements(node: fx.Node) -> bool:
-    target = node.target
-    return target in _CASTS or (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags)
+    return node.target in _CASTS or is_pointwise(node.target)
 
 
 def _computes(node: fx.Node) -> bool:

@@ -55,13 +55,7 @@ class Piece:
     """Whether it reads statistics of the whole operand, which tiles have computed before."""
 
 
-Rule = Callable[[fx.Node, Band], Piece | None]
-
-
-def arguments(node: fx.Node, defaults: Sequence[Any] = ()) -> list[Any]:
-    """Return the positional arguments of a node, the last ones by default."""
-    args: tuple[Any, ...] = tuple(node.args)
-    return [*args, *defaults[len(args):]]
+CutRule = Callable[[fx.Node, Band], Piece | None]
 
 
 def same(node: fx.Node, needs: Sequence[Need], *, args: Sequence[Any] | None = None) -> Piece:

@@ -30,7 +30,7 @@ from rkmate.graph.passes.joint import (
     shape_of,
 )
 from rkmate.graph.passes.tiles.region import Region, close, is_linear, needed
-from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Tile, emit, emit_sum
+from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, RowTile, emit, emit_sum
 from rkmate.graph.passes.tiles.source import Give
 from rkmate.graph.passes.tiles.tiled import Tiled, propagate
 from rkmate.torch_seam.nodes import VALUE, is_backward, phase_tag, without_descriptor
@@ -92,7 +92,7 @@ def build(region: Region, nodes: Collection[fx.Node], results: Sequence[fx.Node]
         forms = region.needs(node)
         operands: Mapping[fx.Node, fx.Node] = {
             o: values[o] if o in nodes else made[o, form] for o, form in forms.items()}
-        tile = Tile(graph, n, operands, forms, region.rows)
+        tile = RowTile(graph, n, operands, forms, region.rows)
         values[node] = emit_sum(node, tile, is_part=True) if node in region.sums \
             else emit(node, region.forms[node], tile)
     graph.output(tuple(values[r] for r in results))
@@ -331,7 +331,7 @@ class _Making:
                         for o, form in forms.items()}
             before = self.anchor.prev
             with self.graph.inserting_before(self.anchor):
-                tile = Tile(self.graph, count, operands, forms, region.rows)
+                tile = RowTile(self.graph, count, operands, forms, region.rows)
                 made = emit_sum(node, tile) if node in region.sums else emit(node, region.forms[node], tile)
             self._values[node, start] = made
             while before.next is not self.anchor:

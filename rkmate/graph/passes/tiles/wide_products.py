@@ -18,7 +18,7 @@ from rkmate.graph.passes.joint import Joint, inserted, makers_of, readers_of, re
 from rkmate.graph.passes.lean import is_wide
 from rkmate.graph.passes.tiles.region import Region, grow, is_linear, seeds_of
 from rkmate.graph.passes.tiles.rewrite import default_parts, in_groups, late_nodes, tile
-from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Tile, emit, emit_sum
+from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, RowTile, emit, emit_sum
 from rkmate.torch_seam.nodes import VALUE, is_backward
 
 aten = torch.ops.aten
@@ -202,7 +202,7 @@ class _Writer:
         with self.graph.inserting_before(node):
             operands = {o: self._operand(o, form) for o, form in forms.items()}
             before = node.prev
-            tile = Tile(self.graph, math.prod(self.shift.left), operands, forms, region.rows)
+            tile = RowTile(self.graph, math.prod(self.shift.left), operands, forms, region.rows)
             self.values[node] = emit_sum(node, tile) if node in region.sums \
                 else emit(node, region.forms[node], tile)
         while before.next is not node:
