@@ -55,7 +55,7 @@ _WORDS: dict[type, CopyWord] = {CopyOut: "copy_out", Leave: "leave", CopyIn: "co
 
 
 @dataclass
-class Stretch:
+class BlockSteps:
     """Steps of one block that become one slice."""
 
     block: int
@@ -81,7 +81,7 @@ class Copied:
     d: int
 
 
-Part = Stretch | Copied
+Part = BlockSteps | Copied
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def cut_schedule(cd: CDGraph, schedule: Schedule, block_of: Sequence[int], ends:
         if isinstance(step, Free) and current is None:
             result.at_loss.append(step.d)
             continue
-        if isinstance(step, Free) and current and isinstance(current[-1], Stretch):
+        if isinstance(step, Free) and current and isinstance(current[-1], BlockSteps):
             current[-1].add(step, cd)
             continue
         if current is None:
@@ -120,15 +120,15 @@ def cut_schedule(cd: CDGraph, schedule: Schedule, block_of: Sequence[int], ends:
             result.segments.append((current, closing))
             current, closing = [], None
         if isinstance(step, Free):                  # after a copy
-            current.append(Stretch(_block_before(current)))
+            current.append(BlockSteps(_block_before(current)))
         elif isinstance(step, Compute | Start):
             arriving = sorted(coming.intersection(cd.c[step.c].inputs))
             coming.difference_update(arriving)
             current += [Copied("arrive", d) for d in arriving]
             block = block_of[step.c]
             end = current[-1] if current else None
-            if not isinstance(end, Stretch) or end.block != block or end.closed:
-                current.append(Stretch(block))
+            if not isinstance(end, BlockSteps) or end.block != block or end.closed:
+                current.append(BlockSteps(block))
             if step.c in last and isinstance(step, Compute):
                 closing = step.c
         else:
@@ -137,7 +137,7 @@ def cut_schedule(cd: CDGraph, schedule: Schedule, block_of: Sequence[int], ends:
                 coming.add(step.d)
             continue
         end = current[-1]
-        assert isinstance(end, Stretch)
+        assert isinstance(end, BlockSteps)
         end.add(step, cd)
     if closing is not None and current is not None:
         result.segments.append((current, closing))
@@ -145,7 +145,7 @@ def cut_schedule(cd: CDGraph, schedule: Schedule, block_of: Sequence[int], ends:
 
 
 def _block_before(parts: Sequence[Part]) -> int:
-    return next((p.block for p in reversed(parts) if isinstance(p, Stretch)), 0)
+    return next((p.block for p in reversed(parts) if isinstance(p, BlockSteps)), 0)
 
 
 # -- Slices ----------------------------------------------------------------------------------------
@@ -201,11 +201,11 @@ class _Maker:
         made = [self._forward_end(body, cut.at_loss)]
         self.stored.update(self.cd.output_grads)
         segments: list[Segment] = []
-        stretches: list[Stretch] = []
+        stretches: list[BlockSteps] = []
         calls: list[Enter | Drop | Copy] = []
         for number, (parts, end) in enumerate(cut.segments):
             last = number + 1 == len(cut.segments)
-            stretches += [s for s in parts if isinstance(s, Stretch)]
+            stretches += [s for s in parts if isinstance(s, BlockSteps)]
             calls += [c for s in parts for c in self._steps(s)]
             params, returns, pops = self._gradients(end, last)
             added = tuple(dict.fromkeys(
@@ -223,7 +223,7 @@ class _Maker:
     # -- one slice ------------------------------------------------------------------------
 
     def _steps(self, part: Part) -> Sequence[Enter | Drop | Copy]:
-        if isinstance(part, Stretch):
+        if isinstance(part, BlockSteps):
             return self._calls(part)
         if part.word == "leave":
             self.stored.discard(part.d)
@@ -231,7 +231,7 @@ class _Maker:
             self.stored.add(part.d)
         return [Copy(part.word, self._key(part.d))]
 
-    def _calls(self, part: Stretch) -> list[Enter | Drop]:
+    def _calls(self, part: BlockSteps) -> list[Enter | Drop]:
         found = flow(self.cd, part.steps, self.stored, self.handed, self.started)
         for do in found.body:
             if isinstance(do, Computed) and isinstance(do.step, Start):
@@ -276,7 +276,7 @@ class _Maker:
             self.ran.add(c)
         return Way(again, draws, state, node.adds)
 
-    def _slice(self, part: Stretch, found: Flow,
+    def _slice(self, part: BlockSteps, found: Flow,
                ways: Sequence[Way]) -> tuple[Slice, Sequence[int], Sequence[Source]]:
         """Return a stretch as a function, the D nodes that it gives, and the sources of its inputs."""
         naming = self._naming(part.block)

@@ -13,7 +13,7 @@ from rkmate.device import history
 from rkmate.device.protocol import MemoryState
 from rkmate.devices import A100, GPU, Rates, called
 from rkmate.errors import ArgumentError
-from rkmate.ir.allocator import ROUNDING, CachingAllocator, Held, Segment
+from rkmate.ir.allocator import ROUNDING, CachingAllocator, Segment, SegmentPart
 from rkmate.ir.simulate import Peak
 from rkmate.offload import cuda as cuda_copies
 from rkmate.offload.protocol import CopyEngine, StepCopies
@@ -198,5 +198,5 @@ def _segment(told: Any, stream: int) -> Segment:
     streams, or of recordings: these have one block, which is not free."""
     small = told["segment_type"] == "small"
     if told["stream"] != stream or tuple(told["segment_pool_id"]) != (0, 0):
-        return Segment(small, (Held(told["total_size"], False),))
-    return Segment(small, tuple(Held(b["size"], b["state"] == "inactive") for b in told["blocks"]))
+        return Segment(small, (SegmentPart(told["total_size"], False),))
+    return Segment(small, tuple(SegmentPart(b["size"], b["state"] == "inactive") for b in told["blocks"]))

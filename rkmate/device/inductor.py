@@ -26,8 +26,7 @@ from rkmate.device.registry import common
 from rkmate.errors import CompilerError
 from rkmate.support.warn import warn
 from rkmate.torch_seam import compiler
-from rkmate.torch_seam.storages import contiguous_strides
-from rkmate.torch_seam.tensors import has_strides
+from rkmate.torch_seam.tensors import contiguous_strides, has_strides
 from rkmate.torch_seam.versions import GROUPS, is_off, release, why_off
 
 _FORM = re.compile(r"(?:(?P<device>[\w:]+) )?(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"

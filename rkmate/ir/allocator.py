@@ -25,7 +25,7 @@ OWN_SEGMENT = 10 * MIB
 
 
 @dataclass(frozen=True)
-class Held:
+class SegmentPart:
     """A part of a segment, in its current state."""
 
     size: int
@@ -38,7 +38,7 @@ class Segment:
 
     small: bool
     """Whether the segment belongs to the pool of small blocks."""
-    blocks: tuple[Held, ...]
+    blocks: tuple[SegmentPart, ...]
     """Blocks in the order of their addresses."""
 
 

@@ -22,7 +22,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from rkmate.errors import OffloadError
-from rkmate.torch_seam.storages import Form
+from rkmate.torch_seam.tensors import Form
 
 # -- Bytes that are away ---------------------------------------------------------------------------
 #

@@ -19,7 +19,7 @@ import torch
 from rkmate.errors import OffloadError
 from rkmate.offload.copies import AwayBytes, CallCopies, Extent, Room, Sent, checksum
 from rkmate.offload.protocol import StepCopies
-from rkmate.torch_seam.storages import Form, bytes_of
+from rkmate.torch_seam.tensors import Form, as_bytes
 
 SLAB = 2**25
 """Bytes of pinned memory that are taken at a time: a power of two, to which torch would round them."""
@@ -137,7 +137,7 @@ class HostCopies(CallCopies[_Pinned]):
         return _Pinned(form, tensor, self._pool.room.take(form.nbytes))
 
     def _send(self, sent: _Pinned, content: torch.UntypedStorage) -> None:
-        pool, there = self._pool, bytes_of(content)
+        pool, there = self._pool, as_bytes(content)
         if self._verify:
             sent.checksum = _checksum(there)
         pool.wait_for_readers()
@@ -155,14 +155,14 @@ class HostCopies(CallCopies[_Pinned]):
         pool.back.wait_event(self._now().record_event())        # whoever had this memory before is done then
         pool.back.wait_event(sent.written)
         with torch.cuda.stream(pool.back):
-            for part, here in pool.parts(sent.extents, bytes_of(content)):
+            for part, here in pool.parts(sent.extents, as_bytes(content)):
                 part.copy_(here, non_blocking=True)
         sent.there = pool.back.record_event()
 
     def _wait_back(self, sent: _Pinned) -> None:
         self._now().wait_event(sent.there)
         if sent.checksum is not None and sent.coming is not None \
-                and _checksum(bytes_of(sent.coming.untyped_storage())) != sent.checksum:
+                and _checksum(as_bytes(sent.coming.untyped_storage())) != sent.checksum:
             raise OffloadError(f"host: some of {sent.form.nbytes:,} bytes differ from those that were sent: "
                                "they were written to while they were copied")
 

@@ -42,7 +42,7 @@ from rkmate.offload.copies import (
     uninterrupted,
 )
 from rkmate.support.warn import warn
-from rkmate.torch_seam.storages import Form
+from rkmate.torch_seam.tensors import Form
 
 # -- Huge pages ------------------------------------------------------------------------------------
 #

@@ -19,8 +19,7 @@ from rkmate import device as devices
 from rkmate.device.inductor import check_compiler, try_compiler
 from rkmate.device.inductor import version as compiler_version
 from rkmate.errors import ArgumentError, CaptureError, CompilerError, RkmateError
-from rkmate.graph.blocks.identity import block_texts, classes_of
-from rkmate.graph.blocks.infos import block_infos, module_of
+from rkmate.graph.blocks.identity import block_infos, block_texts, classes_of, module_of
 from rkmate.graph.blocks.lower import Program, lower
 from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.blocks.infos import Modules
+from rkmate.graph.blocks.identity import Modules
 from rkmate.ilp import OptionSet, solve_options
 from rkmate.ilp.grid import evaluate_option, lean_options
 from rkmate.ir.cd import HOISTED, CDGraph

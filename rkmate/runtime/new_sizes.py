@@ -17,9 +17,8 @@ from torch import nn
 
 from rkmate.graph.capture.captured import Capture
 from rkmate.graph.ops.properties import kind_of_number
-from rkmate.graph.sizes import family
 from rkmate.graph.sizes.dry_run import Recording
-from rkmate.graph.sizes.family import KnownCall, derived, known_call, possible
+from rkmate.graph.sizes.resized import KnownCall, compare_known, derived, known_call, possible
 from rkmate.runtime.guards import Guards
 from rkmate.support.planning_lock import capture_lock
 
@@ -149,7 +148,7 @@ def compare(model: nn.Module, members: Sequence[Member]) -> None:
     """Do what further sizes of a family need of its captures: at a call that is captured in full it hardly
     counts, and at the first derived one it would be most of what that takes."""
     with capture_lock:
-        family.compare(model, [m.known for m in members])
+        compare_known(model, [m.known for m in members])
 
 
 def numbers_of(key: Guards) -> tuple[float, ...]:

@@ -1,10 +1,11 @@
-"""Tensors: versions, bases, storages, tensors without memory, calls that bypass modes and subclasses, and
-what autograd's engine is about to do with a tensor."""
+"""Tensors: versions, bases, storages, tensors without memory, calls that bypass modes and subclasses, what
+autograd's engine is about to do with a tensor, and a tensor without its bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
@@ -278,3 +279,56 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
     """Return whether hooks are registered that run after a tensor's gradient was accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
+
+
+# -- A tensor without its bytes --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form of a tensor whose storage is copied as bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    nbytes: int
+    """Bytes of the whole storage."""
+    conjugate: bool
+    """Whether it stands for the conjugate of its bytes."""
+    negative: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Form:
+        """Return the form of a tensor with a storage."""
+        return Form(tensor.dtype, tuple(tensor.shape), tensor.stride(),
+                    int(tensor.storage_offset()), tensor.untyped_storage().nbytes(), tensor.is_conj(),
+                    tensor.is_neg())
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return a tensor of this form over a storage, which it shares."""
+        tensor = _set(self.dtype, storage, self.offset, self.shape, self.strides)
+        if self.conjugate:
+            tensor = tensor.conj()
+        if self.negative:
+            tensor = torch.ops.aten._neg_view.default(tensor)
+        return tensor
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a new tensor of this shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return all of a storage, as bytes."""
+    return _set(torch.uint8, storage, 0, (storage.nbytes(),), (1,))
+
+
+def _set(dtype: torch.dtype, storage: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+         ) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)

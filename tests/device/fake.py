@@ -23,8 +23,7 @@ from rkmate.ir.simulate import Peak
 from rkmate.offload.copies import AwayBytes, CallCopies, Sent
 from rkmate.offload.protocol import StepCopies, ends_by_threads
 from rkmate.torch_seam.containers import pytree
-from rkmate.torch_seam.storages import Form
-from rkmate.torch_seam.tensors import TorchDispatchMode, storage_id
+from rkmate.torch_seam.tensors import Form, TorchDispatchMode, storage_id
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rkmate.ir.allocator import MIB, Block, CachingAllocator, Held, Segment
+from rkmate.ir.allocator import MIB, Block, CachingAllocator, Segment, SegmentPart
 
 KIB = 1 << 10
 
@@ -112,7 +112,7 @@ def test_a_block_is_freed_once() -> None:
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_it_begins_with_what_is_there(expandable: bool) -> None:
-    there = Segment(small=False, blocks=(Held(8 * MIB, free=False), Held(12 * MIB, free=True)))
+    there = Segment(small=False, blocks=(SegmentPart(8 * MIB, free=False), SegmentPart(12 * MIB, free=True)))
     allocator = CachingAllocator(expandable=expandable, segments=[there])
     assert (allocator.reserved, allocator.free_bytes()) == (20 * MIB, 12 * MIB)
     allocator.allocate(12 * MIB)

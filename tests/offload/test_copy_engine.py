@@ -18,7 +18,7 @@ from rkmate.errors import ArgumentError, OffloadError, RkmateWarning
 from rkmate.measure.step import measure_peak, tracking
 from rkmate.offload import disk as away_file
 from rkmate.offload.protocol import CopyEngine
-from rkmate.torch_seam.storages import bytes_of
+from rkmate.torch_seam.tensors import as_bytes
 from tests.device.fake import FakeDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is memory:rkmate.errors.RkmateWarning")
@@ -28,7 +28,7 @@ MIB = 2**20
 
 def bits(tensor: torch.Tensor) -> list[int]:
     """All of its storage."""
-    return bytes_of(tensor.untyped_storage()).tolist()
+    return as_bytes(tensor.untyped_storage()).tolist()
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -37,7 +37,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
         and (found.dtype, found.shape, found.stride(), found.storage_offset()) \
         == (expected.dtype, expected.shape, expected.stride(), expected.storage_offset()) \
         and (found.is_conj(), found.is_neg()) == (expected.is_conj(), expected.is_neg()) \
-        and torch.equal(bytes_of(found.untyped_storage()), bytes_of(expected.untyped_storage()))
+        and torch.equal(as_bytes(found.untyped_storage()), as_bytes(expected.untyped_storage()))
 
 
 def some(size: int, seed: int = 0) -> torch.Tensor:

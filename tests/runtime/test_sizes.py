@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.graph.sizes import family
+from rkmate.graph.sizes import resized
 from rkmate.ir.cd import CDGraph, CNode, Cost, DNode
 from rkmate.pipeline import sizes as other_sizes
 from rkmate.runtime import plan_cache
@@ -111,12 +111,12 @@ def test_lengths_with_a_mask_are_derived(captures: list[bool]) -> None:
 def test_known_sizes_are_compared_once_and_ahead_of_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[str] = []
     for name in ("dry_run", "side_by_side"):
-        def counted(*args: Any, plain: Any = getattr(family, name), name: str = name,
+        def counted(*args: Any, plain: Any = getattr(resized, name), name: str = name,
                     **options: Any) -> Any:
             did.append(name)
             return plain(*args, **options)
 
-        monkeypatch.setattr(family, name, counted)
+        monkeypatch.setattr(resized, name, counted)
     wrapped = rkmate.wrap(nn.Linear(4, 4), (torch.randn(5, 4),), budget=1.0, progress=False,
                           settings=rkmate.Settings(costs="analytic"))
     assert did == []

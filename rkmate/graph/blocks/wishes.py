@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from rkmate.errors import WishError
-from rkmate.graph.blocks.infos import Modules
+from rkmate.graph.blocks.identity import Modules
 from rkmate.graph.capture.hints import Hint, Wish, hints_in
 from rkmate.graph.ops.collectives import is_collective
 from rkmate.graph.passes.once import gathers_parameters

@@ -52,6 +52,13 @@ def kind_of_number(number: float) -> Any:
     return repr(number) if special else (type(number), number > 0)
 
 
+def is_pointwise(target: Any) -> bool:
+    """Return whether torch says of an operator that each number of its result depends on one number of each
+    operand. False for operators that write to an operand."""
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags \
+        and not schema_of(target).is_mutable
+
+
 def is_view(node: fx.Node) -> bool:
     """Return whether the node's value shares its input's storage."""
     target = node.target

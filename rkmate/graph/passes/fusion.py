@@ -16,16 +16,15 @@ import torch
 from torch import fx
 
 from rkmate.device.inductor import Fused, form_of, fused
-from rkmate.graph.ops.properties import is_random, is_view
+from rkmate.graph.ops.properties import is_pointwise, is_random, is_view
 from rkmate.graph.passes.cleanup import drop_dead
 from rkmate.graph.passes.images import is_dense
-from rkmate.graph.passes.joint import Joint, adds, owner_of
+from rkmate.graph.passes.joint import Joint, adds, bytes_of, owner_of, put_in_order
 from rkmate.graph.passes.node_calls import OwnFunction, call_of
-from rkmate.graph.passes.tiles.rewrite import put_in_order
 from rkmate.ir.calls import Writer, in_full
 from rkmate.support.generated import load
 from rkmate.torch_seam.nodes import VALUE, is_backward
-from rkmate.torch_seam.schema import OpOverload, operator_name, schema_of
+from rkmate.torch_seam.schema import OpOverload, operator_name
 
 aten = torch.ops.aten
 
@@ -142,7 +141,7 @@ def _may_be_fused(node: fx.Node) -> bool:
     packet = _packet(node)
     if packet is None or packet in _NEVER or is_view(node) or is_random(node) or adds(node):
         return False
-    if not is_pointwise(node) and packet not in _MOVES and packet not in _REDUCTIONS:
+    if not _is_pointwise(node) and packet not in _MOVES and packet not in _REDUCTIONS:
         return False
     inputs = [n.meta.get(VALUE) for n in node.all_input_nodes]
     result: Any = node.meta.get(VALUE)
@@ -150,12 +149,10 @@ def _may_be_fused(node: fx.Node) -> bool:
         and all(v is not None and v.device == result.device for v in inputs)
 
 
-def is_pointwise(node: fx.Node) -> bool:
-    """Return whether each number of the result depends on one number of each operand."""
+def _is_pointwise(node: fx.Node) -> bool:
     packet = _packet(node)
-    target: Any = node.target
     return packet is not None and packet not in _NEVER and (
-        packet in _POINTWISE or (torch.Tag.pointwise in target.tags and not schema_of(target).is_mutable))
+        packet in _POINTWISE or is_pointwise(node.target))
 
 
 def extent(node: fx.Node) -> int:
@@ -164,12 +161,6 @@ def extent(node: fx.Node) -> int:
     if _packet(node) in _REDUCTIONS:
         return max(int(n.meta[VALUE].numel()) for n in node.all_input_nodes)
     return int(node.meta[VALUE].numel())
-
-
-def bytes_of(node: fx.Node) -> int:
-    """Return the bytes of a node's value."""
-    value = node.meta.get(VALUE)
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _packet(node: fx.Node) -> Any:
@@ -233,7 +224,7 @@ def computed_again(joint: Joint, fused: Collection[fx.Node], reads: Reads) -> se
     """Return the operations of the forward whose values groups of the backward compute themselves."""
     wanted = {o for n in fused if is_backward(n) for o in map(owner_of, n.all_input_nodes)
               if not is_backward(o)}
-    cheap = {n for n in fused if not is_backward(n) and is_pointwise(n)}
+    cheap = {n for n in fused if not is_backward(n) and _is_pointwise(n)}
     if wanted.isdisjoint(cheap):
         return set()
     free = {owner_of(n) for n in joint.results()}

@@ -15,7 +15,7 @@ from rkmate.graph.capture.repairs import retrace
 from rkmate.graph.ops.embeddings import ADD_EMBEDDING_GRADIENT, ADD_ROWS, bytes_of_rows
 from rkmate.graph.ops.products import ADD_CONVOLUTION_GRADIENT
 from rkmate.graph.ops.properties import PRODUCTS, RESHAPES, SQUEEZES, TURNS, is_view
-from rkmate.graph.passes.joint import Joint, owner_of
+from rkmate.graph.passes.joint import Joint, inserted, owner_of
 from rkmate.graph.passes.lean import is_wide
 from rkmate.graph.passes.tiles.tiled import Tiled
 from rkmate.torch_seam.nodes import VALUE, is_backward, phase_tag, without_descriptor
@@ -77,7 +77,11 @@ def drop_unwanted_gradients(joint: Joint) -> None:
             else:
                 for n in from_loss:
                     if n in dead:
-                        node.replace_input_with(n, _zeros(joint.graph, n, node))
+                        value = n.meta[VALUE]
+                        zeros = inserted(joint.graph, node, n, aten.full.default, (list(value.shape), 0),
+                                         meta=phase_tag(backward=True), dtype=value.dtype,
+                                         device=value.device)
+                        node.replace_input_with(n, zeros)
     joint.grads = tuple((s, n) for s, n in joint.grads if n not in dead)
     if moved:
         retrace(lambda: _lay_out_again(joint.graph, moved))
@@ -106,17 +110,6 @@ def _layout(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(_layout, value))
     return value.stride() if isinstance(value, torch.Tensor) else None
-
-
-def _zeros(graph: fx.Graph, like: fx.Node, before: fx.Node) -> fx.Node:
-    value = like.meta[VALUE]
-    with graph.inserting_before(before):
-        node = graph.call_function(aten.full.default, (list(value.shape), 0), {
-            "dtype": value.dtype, "device": value.device})
-    with value.fake_mode:
-        node.meta = {VALUE: torch.zeros(value.shape, dtype=value.dtype, device=value.device),
-                     **phase_tag(backward=True)}
-    return node
 
 
 # -- Gradients of parameters -----------------------------------------------------------------------
@@ -162,15 +155,10 @@ def own_gradients(joint: Joint) -> None:
         shared = count[owner] > 1 or owner.op != "call_function" or not is_backward(owner) \
             or _is_read_by_operations(owner)
         if source.kind == "param" and shared:
-            after = node if node.op == "call_function" else \
+            before = node.next if node.op == "call_function" else \
                 next(n for n in joint.graph.nodes if n.op == "call_function" and is_backward(n))
-            insert = joint.graph.inserting_after if node is after else joint.graph.inserting_before
-            with insert(after):
-                copy = joint.graph.call_function(aten.clone.default, (node,))
-            copy.meta = {VALUE: node.meta[VALUE], **phase_tag(backward=True)}
-            with node.meta[VALUE].fake_mode:
-                copy.meta[VALUE] = torch.clone(node.meta[VALUE])
-            grads[k] = source, copy
+            grads[k] = source, inserted(joint.graph, before, node, aten.clone.default, (node,),
+                                        meta=phase_tag(backward=True))
     joint.grads = tuple(grads)
 
 
@@ -202,12 +190,8 @@ def add_rows_of_embeddings(joint: Joint) -> None:
             continue
         total, dense = pair
         grad, indices, _, padding_idx, _ = dense.args
-        with joint.graph.inserting_before(node):
-            new = joint.graph.create_node("call_function", ADD_ROWS,
-                                          (total, grad, indices, padding_idx), name="add_embedding_rows")
-        given = fx.node.map_arg(new.args, lambda n: n.meta[VALUE])
-        with node.meta[VALUE].fake_mode:
-            new.meta = dict(node.meta) | {VALUE: new.target(*given)}  # type: ignore[operator]
+        new = inserted(joint.graph, node, node, ADD_ROWS, (total, grad, indices, padding_idx),
+                       name="add_embedding_rows")
         joint.replace(node, new)
         joint.graph.erase_node(node)
 

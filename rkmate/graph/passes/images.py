@@ -20,9 +20,9 @@ from torch import fx
 
 from rkmate import device as devices
 from rkmate.graph.capture.repairs import retrace
-from rkmate.graph.ops.properties import is_random, is_view
-from rkmate.graph.passes.joint import Joint
-from rkmate.torch_seam.nodes import VALUE, is_backward, without_descriptor
+from rkmate.graph.ops.properties import is_pointwise, is_random, is_view
+from rkmate.graph.passes.joint import Joint, inserted, result_of, tensors_of
+from rkmate.torch_seam.nodes import VALUE, is_backward
 from rkmate.torch_seam.schema import OpOverload
 from rkmate.torch_seam.tensors import has_strides
 
@@ -62,7 +62,7 @@ def follows(node: fx.Node) -> bool:
     """Return whether an operation of ATen reads images in any layout, and returns them in a layout of its own
     choice."""
     target: Any = node.target
-    if torch.Tag.pointwise in target.tags:
+    if is_pointwise(target):
         return bool(target.namespace == "aten")
     packet = target.overloadpacket
     return packet in _ANYWHERE or (packet in _ON_CPU and all(
@@ -180,10 +180,10 @@ class _Turning:
         else:
             self._even(node)
         try:
-            node.meta[VALUE] = _value(node)
+            node.meta[VALUE] = result_of(node)
         except (RuntimeError, ValueError):      # a view that such a layout does not have
             self._restore(node)
-            node.meta[VALUE] = _value(node)
+            node.meta[VALUE] = result_of(node)
 
     def _is_turned(self, node: fx.Node) -> bool:
         """Return whether a value has another layout than before."""
@@ -193,17 +193,17 @@ class _Turning:
         """Return whether an operation works with any layout, and gives the same values."""
         if not isinstance(node.target, OpOverload) or is_random(node):
             return False
-        return is_view(node) or (follows(node) and all(map(is_dense, _tensors(self.before[node]))))
+        return is_view(node) or (follows(node) and all(map(is_dense, tensors_of(self.before[node]))))
 
     def _convolution(self, node: fx.Node) -> None:
         """Give a convolution its image with channels last, if that is how it returns its result. (An image
         may have that layout already, because of a weight.)"""
         image: fx.Node = node.args[0]  # type: ignore[assignment]
         form = self._format(image, node.meta[VALUE])
-        if form is None or _value(node).is_contiguous(memory_format=form):
+        if form is None or result_of(node).is_contiguous(memory_format=form):
             return
         turned = _cloned(image.meta[VALUE], form)
-        if _value(node, {image: turned}).is_contiguous(memory_format=form):
+        if result_of(node, instead={image: turned}).is_contiguous(memory_format=form):
             node.replace_input_with(image, self._laid_out(image, turned, node, node))
 
     def _take_copies(self, node: fx.Node) -> None:
@@ -248,7 +248,7 @@ class _Turning:
         if is_view(node):
             base: fx.Node = node.args[0]  # type: ignore[assignment]
             return inserted(self.graph, point, like, node.target, (
-                self._as_before(base, like, point), *node.args[1:]), **node.kwargs)
+                self._as_before(base, like, point), *node.args[1:]), **dict[str, Any](node.kwargs))
         return self._laid_out(node, self.before[node], like, point)
 
     def _laid_out(self, node: fx.Node, wanted: torch.Tensor, like: fx.Node, point: fx.Node) -> fx.Node:
@@ -281,39 +281,14 @@ def _is_image_beside(value: Any, like: torch.Tensor) -> bool:
         and bool((value.shape[0], value.shape[2:]) == (like.shape[0], like.shape[2:]))
 
 
-def inserted(graph: fx.Graph, point: fx.Node, like: fx.Node, target: Any, args: tuple[Any, ...],
-              **kwargs: Any) -> fx.Node:
-    """Insert an operation before `point`, in the module and the phase of `like`, and return it."""
-    with graph.inserting_before(point):
-        node = graph.call_function(target, args, kwargs)
-    node.meta = without_descriptor(like.meta)
-    node.meta[VALUE] = _value(node)
-    return node
-
-
-def _value(node: fx.Node, instead: dict[fx.Node, Any] | None = None) -> Any:
-    """Return the result of an operation for the values of its inputs. `instead`: other values of some
-    inputs."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs),
-                                   lambda n: (instead or {}).get(n, n.meta[VALUE]))
-    mode: Any = next(v.fake_mode for n in node.all_input_nodes for v in _tensors(n.meta[VALUE]))  # type: ignore[attr-defined]
-    with mode:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
 def _cloned(value: Any, form: torch.memory_format) -> torch.Tensor:
     with value.fake_mode:
         turned: torch.Tensor = value.clone(memory_format=form)
     return turned
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return [v for v in values if isinstance(v, torch.Tensor)]
-
-
 def _strides(value: Any) -> list[tuple[int, ...]]:
-    return [v.stride() for v in _tensors(value) if v.layout is torch.strided]
+    return [v.stride() for v in tensors_of(value) if v.layout is torch.strided]
 
 
 # -- Convolutions of one pixel each ----------------------------------------------------------------

@@ -20,7 +20,7 @@ from rkmate.graph.ops.properties import COMMUTES
 from rkmate.graph.passes.node_calls import OwnFunction
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import own_operator, record_of
-from rkmate.torch_seam.storages import contiguous_strides
+from rkmate.torch_seam.tensors import contiguous_strides
 
 aten = torch.ops.aten
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import heapq
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import fx
 
 from rkmate.graph.capture.captured import Capture, Source
 from rkmate.graph.ops.properties import is_view
-from rkmate.torch_seam.nodes import carry_wish, copied, is_backward, wish_of
+from rkmate.torch_seam.nodes import (
+    VALUE,
+    carry_wish,
+    copied,
+    is_backward,
+    phase_tag,
+    wish_of,
+    without_descriptor,
+)
 
 
 @dataclass(eq=False)
@@ -177,3 +189,102 @@ def _reached(nodes: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Nod
             found.add(node)
             todo += step(node)
     return found
+
+
+# -- Arguments and values --------------------------------------------------------------------------
+
+
+def arguments(node: fx.Node, defaults: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """Return the positional arguments of a node, the last ones by default."""
+    args: tuple[Any, ...] = tuple(node.args)
+    return *args, *defaults[len(args):]
+
+
+def value_of(node: fx.Node) -> Any:
+    """Return a node's value, or the first one of several."""
+    value = node.meta.get(VALUE)
+    return value[0] if isinstance(value, (tuple, list)) and value else value
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """Return the shape of a node's value, or of the first of several; empty if it is not a tensor."""
+    value = value_of(node) if isinstance(node, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def bytes_of(node: fx.Node) -> int:
+    """Return the bytes of the elements of a node's value, or of the first of several; 0 if it is not a
+    tensor."""
+    value = value_of(node)
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+# -- Operations that passes add --------------------------------------------------------------------
+
+
+def inserted(graph: fx.Graph, before: fx.Node, like: fx.Node, target: Any, args: tuple[Any, ...], *,
+             meta: Mapping[str, Any] | None = None, name: str | None = None, **kwargs: Any) -> fx.Node:
+    """Insert an operation with its value before a node, in the module and the phase of `like`, and return it.
+    `meta`: what is noted of it instead of what is noted of `like`."""
+    with graph.inserting_before(before):
+        node = graph.create_node("call_function", target, args, kwargs, name)
+    node.meta = without_descriptor(like.meta if meta is None else meta)
+    node.meta[VALUE] = result_of(node, like)
+    return node
+
+
+def result_of(node: fx.Node, like: fx.Node | None = None,
+              instead: Mapping[fx.Node, Any] | None = None) -> Any:
+    """Return the result of an operation for the values of its inputs. `like`: a node with a value, for an
+    operation without inputs; `instead`: other values of some inputs."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs),
+                                   lambda n: (instead or {}).get(n, n.meta[VALUE]))
+    nodes = [*node.all_input_nodes, *([] if like is None else [like])]
+    mode: Any = next(v.fake_mode for n in nodes for v in tensors_of(n.meta[VALUE]))  # type: ignore[attr-defined]
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors among a node's results."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def call_meta(results: Sequence[fx.Node], *, backward: bool) -> dict[str, Any]:
+    """Return what is noted of a call that makes some values."""
+    return {k: v for k, v in results[0].meta.items() if k != VALUE} | phase_tag(backward=backward)
+
+
+def item_of(joint: Joint, call: fx.Node, k: int) -> fx.Node:
+    """Return one of the results of a call."""
+    with joint.graph.inserting_after(call):
+        item = joint.graph.call_function(operator.getitem, (call, k))
+    item.meta = call.meta | {VALUE: call.meta[VALUE][k]}
+    return item
+
+
+def put_in_order(graph: fx.Graph) -> None:
+    """Move what reads a value that stands after it, as little as can be. What is moved keeps its order, so
+    that equal layers stay equal."""
+    place = {node: k for k, node in enumerate(graph.nodes)}
+    placed: set[fx.Node] = set()
+    for node in place:
+        needed, todo = {node}, [node]
+        while todo:
+            missing = {n for n in todo.pop().all_input_nodes if n not in placed} - needed
+            needed |= missing
+            todo += missing
+        waits = {n: sum(m in needed for m in n.all_input_nodes) for n in needed - placed}
+        ready = [(place[n], n) for n, count in waits.items() if not count]
+        heapq.heapify(ready)
+        while ready:
+            _, first = heapq.heappop(ready)
+            if first is not node:
+                node.prepend(first)
+            placed.add(first)
+            for user in first.users:
+                if user in waits:
+                    waits[user] -= 1
+                    if not waits[user]:
+                        heapq.heappush(ready, (place[user], user))

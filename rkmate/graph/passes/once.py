@@ -15,7 +15,7 @@ from rkmate.graph.capture.collectives import communicates, group_of
 from rkmate.graph.capture.hints import hints_in
 from rkmate.graph.ops.collectives import is_collective, with_wait
 from rkmate.graph.ops.properties import is_random, is_view
-from rkmate.graph.passes.joint import Joint, makers_of, readers_of
+from rkmate.graph.passes.joint import Joint, inserted, makers_of, readers_of
 from rkmate.torch_seam.collectives import is_wait
 from rkmate.torch_seam.nodes import VALUE, carry_wish, is_backward, phase_tag, wish_of
 from rkmate.torch_seam.schema import operator_name
@@ -231,11 +231,8 @@ def protect_overwritten(joint: Joint) -> None:
         if all(_makes_new_value(joint, u) for u in readers):
             continue
         first = next(n for n in joint.graph.nodes if n.op == "call_function")
-        with joint.graph.inserting_before(first):
-            copy = joint.graph.call_function(aten.clone.default, (node,))
-        copy.meta = {VALUE: node.meta[VALUE], **phase_tag(backward=False)}
-        with node.meta[VALUE].fake_mode:
-            copy.meta[VALUE] = torch.clone(node.meta[VALUE])
+        copy = inserted(joint.graph, first, node, aten.clone.default, (node,),
+                        meta=phase_tag(backward=False))
         for user in readers:
             user.replace_input_with(node, copy)
 

@@ -16,11 +16,10 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.captured import Source
-from rkmate.graph.ops.properties import BATCHED_PRODUCTS, PRODUCTS, is_random, is_view
-from rkmate.graph.passes.joint import Deferred, Joint, owner_of
+from rkmate.graph.ops.properties import BATCHED_PRODUCTS, PRODUCTS, is_pointwise, is_random, is_view
+from rkmate.graph.passes.joint import Deferred, Joint, bytes_of, owner_of
 from rkmate.graph.passes.lean import is_wide
 from rkmate.torch_seam.nodes import VALUE, copied, is_backward
-from rkmate.torch_seam.schema import OpOverload
 
 aten = torch.ops.aten
 _CASTS = {aten._to_copy.default, aten.clone.default}
@@ -44,7 +43,7 @@ def put_outputs_back(joint: Joint) -> None:
     """Put the outputs back whose wide values are still computed in the step."""
     there = set(joint.graph.nodes)
     computed = [d for d in joint.deferred if any(
-        old in there and _computes(old) and _bytes(old) * SMALLER > _bytes(d.result)
+        old in there and _computes(old) and bytes_of(old) * SMALLER > bytes_of(d.result)
         for old in d.origin.values())]
     back = {d.output: _copied_back(joint, d, there) for d in computed}
     joint.deferred = tuple(d for d in joint.deferred if d not in computed)
@@ -77,7 +76,7 @@ class _Recipe:
         self._kept: dict[fx.Node, None] = {}
         self._products = 0
         self.found = output.op == "call_function" and self._grow(output) and self._products > 0 \
-            and sum(_bytes(owner_of(n)) for n in self._kept) * SMALLER <= _bytes(output)
+            and sum(bytes_of(owner_of(n)) for n in self._kept) * SMALLER <= bytes_of(output)
 
     def _grow(self, node: fx.Node) -> bool:
         """Take a wide value in, with what it is computed from."""
@@ -99,7 +98,7 @@ class _Recipe:
         """Keep a small value of the forward, with the storage that it stands in."""
         owner = owner_of(node)
         if not isinstance(node.meta.get(VALUE), torch.Tensor) or owner.op != "call_function" \
-                or _bytes(owner) * SMALLER > _bytes(self._output):
+                or bytes_of(owner) * SMALLER > bytes_of(self._output):
             return False
         self._kept[node] = None
         return True
@@ -142,15 +141,8 @@ def _is_wide(value: Any) -> bool:
 
 
 def _is_by_elements(node: fx.Node) -> bool:
-    target = node.target
-    return target in _CASTS or (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags)
+    return node.target in _CASTS or is_pointwise(node.target)
 
 
 def _computes(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_view(node)
-
-
-def _bytes(node: fx.Node) -> int:
-    value: Any = node.meta.get(VALUE)
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rkmate.graph.blocks.cut import CutSettings
-from rkmate.graph.blocks.infos import block_infos, module_of
+from rkmate.graph.blocks.identity import block_infos, module_of
 from rkmate.graph.blocks.partition import Partition, partition
 from tests.graph.blocks.graphs import chain, node, program_of, trained
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rkmate.graph.blocks.infos import module_of
+from rkmate.graph.blocks.identity import module_of
 from rkmate.graph.capture.capture import capture
 from rkmate.torch_seam.patches.autograd import region_of
 

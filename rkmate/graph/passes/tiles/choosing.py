@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from rkmate.graph.ops.properties import PRODUCTS, is_random, is_view
-from rkmate.graph.passes.joint import Joint, readers_of
+from rkmate.graph.passes.joint import Joint, bytes_of, readers_of, shape_of, value_of
 from rkmate.graph.passes.tiles.cuts import EVEN, piece, summand, summed
-from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, shape_of, value_of
+from rkmate.graph.passes.tiles.pieces import Band, Need, Piece
 from rkmate.graph.passes.tiles.rewrite import late_nodes
 from rkmate.graph.passes.tiles.stretch import (
     length_of,
@@ -266,13 +266,6 @@ def looked_at(node: fx.Node) -> fx.Node:
     while is_view(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
-
-
-def bytes_of(node: fx.Node) -> int:
-    """Return the bytes of a node's value, or of the first of several."""
-    value = node.meta.get(VALUE)
-    value = value[0] if isinstance(value, (tuple, list)) and value else value
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _weight(nodes: Iterable[fx.Node]) -> float:

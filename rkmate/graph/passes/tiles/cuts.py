@@ -16,22 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.ops.properties import is_random
+from rkmate.graph.ops.properties import is_pointwise, is_random
+from rkmate.graph.passes.joint import arguments, shape_of, value_of
 from rkmate.graph.passes.tiles import windows
 from rkmate.graph.passes.tiles.norms import normalized
-from rkmate.graph.passes.tiles.pieces import (
-    Band,
-    Need,
-    Piece,
-    Rule,
-    Write,
-    arguments,
-    same,
-    shape_of,
-    value_of,
-)
+from rkmate.graph.passes.tiles.pieces import Band, CutRule, Need, Piece, Write, same
 from rkmate.torch_seam.nodes import VALUE
-from rkmate.torch_seam.schema import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -44,8 +34,7 @@ def piece(node: fx.Node, band: Band) -> Piece | None:
     if it cannot be cut along this dimension."""
     target: Any = node.target
     rule = RULES.get(target)
-    if rule is None and isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags \
-            and not schema_of(target).is_mutable:
+    if rule is None and is_pointwise(target):
         rule = _pointwise
     if rule is None or is_random(node) or not isinstance(value_of(node), torch.Tensor):
         return None
@@ -227,7 +216,7 @@ def _slice(node: fx.Node, band: Band) -> Piece | None:
     return Piece((need,), lambda tile: tile.get(need))
 
 
-def _along(place: int, default: Any = None, *, takes: int = 1, keeps: bool = True) -> Rule:
+def _along(place: int, default: Any = None, *, takes: int = 1, keeps: bool = True) -> CutRule:
     """Make the rule of what works along the dimensions that argument `place` names. `takes`: how many of the
     first arguments have these dimensions; `keeps`: whether the result has as many dimensions, unless
     argument ``place + 1`` says that a reduction keeps its own."""
@@ -265,7 +254,7 @@ def _item(node: fx.Node, band: Band) -> Piece | None:
 EVEN = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 """Operations whose results all have the first one's dimensions."""
 
-RULES: dict[Any, Rule] = {
+RULES: dict[Any, CutRule] = {
     **windows.RULES,
     aten._prelu_kernel.default: _pointwise, aten.hardswish.default: _pointwise,
     aten.native_layer_norm.default: _layer_norm, aten.native_group_norm.default: _group_norm,
@@ -319,7 +308,7 @@ _EACH, _MEAN, _SUM = 0, 1, 2
 """Results of losses: one for each element, their mean or their sum."""
 
 
-def _loss(place: int) -> Rule:
+def _loss(place: int) -> CutRule:
     """Make the rule of a loss whose argument `place` says whether it is a mean or a sum."""
     def rule(node: fx.Node, band: Band) -> Piece | None:
         args = arguments(node)
@@ -384,7 +373,7 @@ def summed(node: fx.Node) -> Any:
     return node.args[1 if node.target is aten.addmm.default else 0] if node.args else None
 
 
-SUMS: dict[Any, Rule] = {
+SUMS: dict[Any, CutRule] = {
     aten.mm.default: _contracted, aten.addmm.default: _contracted,
     aten.sum.default: _sum, aten.mean.default: _sum, aten.sum.dim_IntList: _sum, aten.mean.dim: _sum,
     aten.mse_loss.default: _loss(2), aten.smooth_l1_loss.default: _loss(2),

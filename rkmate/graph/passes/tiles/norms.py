@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.passes.tiles.pieces import Band, Piece, Write, shape_of, value_of
+from rkmate.graph.passes.joint import shape_of, value_of
+from rkmate.graph.passes.tiles.pieces import Band, Piece, Write
 
 aten = torch.ops.aten
 

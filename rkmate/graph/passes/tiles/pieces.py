@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import fx
-
-from rkmate.torch_seam.nodes import VALUE
 
 
 @dataclass(frozen=True)
@@ -58,25 +55,7 @@ class Piece:
     """Whether it reads statistics of the whole operand, which tiles have computed before."""
 
 
-Rule = Callable[[fx.Node, Band], Piece | None]
-
-
-def value_of(node: fx.Node) -> Any:
-    """Return a node's value, or the first one of several."""
-    value = node.meta.get(VALUE)
-    return value[0] if isinstance(value, (tuple, list)) and value else value
-
-
-def shape_of(node: Any) -> tuple[int, ...]:
-    """Return the shape of a node's value, or of the first of several; empty if it is not a tensor."""
-    value = value_of(node) if isinstance(node, fx.Node) else None
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-
-
-def arguments(node: fx.Node, defaults: Sequence[Any] = ()) -> list[Any]:
-    """Return the positional arguments of a node, the last ones by default."""
-    args: tuple[Any, ...] = tuple(node.args)
-    return [*args, *defaults[len(args):]]
+CutRule = Callable[[fx.Node, Band], Piece | None]
 
 
 def same(node: fx.Node, needs: Sequence[Need], *, args: Sequence[Any] | None = None) -> Piece:

@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
-from rkmate.graph.passes.joint import Joint
-from rkmate.graph.passes.tiles.rewrite import call_meta
+from rkmate.graph.passes.joint import Joint, call_meta, result_of
 from rkmate.torch_seam.nodes import VALUE, is_backward, wish_of
 from rkmate.torch_seam.patches.recurrent import values_of
 from rkmate.torch_seam.schema import schema_of
@@ -175,11 +174,8 @@ class _Making:
         with self.joint.graph.inserting_before(old):
             node = self.joint.graph.call_function(target, args)
         node.meta = call_meta([old], backward=is_backward(old))
-        if target is torch.ops.rkmate.recurrent_layer.default:
-            node.meta[VALUE] = values_of(node, old.meta[VALUE])
-        else:
-            with old.all_input_nodes[0].meta[VALUE].fake_mode:
-                node.meta[VALUE] = target(*fx.node.map_arg(args, lambda n: n.meta[VALUE]))
+        node.meta[VALUE] = values_of(node, old.meta[VALUE]) \
+            if target is torch.ops.rkmate.recurrent_layer.default else result_of(node)
         return node
 
     def items(self, other: dict[int, Any]) -> list[fx.Node]:

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from rkmate.graph.ops.properties import is_view
-from rkmate.graph.passes.joint import makers_of, readers_of
-from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Forms, lead_of, row_numel, shape_of, sums, takes
+from rkmate.graph.passes.joint import makers_of, readers_of, shape_of, value_of
+from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Forms, lead_of, row_numel, sums, takes
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import record_of
 
@@ -43,7 +43,7 @@ class Region:
     def fit(self, node: fx.Node) -> bool:
         """Take an operation in that reads values of the region. False: it does not work row by row."""
         shape = shape_of(node)
-        if node.op != "call_function" or shape is None:
+        if node.op != "call_function" or not isinstance(value_of(node), torch.Tensor):
             return False
         lead = lead_of(shape, self.rows)
         forms = [f for f in (lead, TURNED if len(shape) == 2 and shape[1] == self.rows else None)
@@ -74,7 +74,6 @@ def grow(seed: fx.Node, entering: Iterable[fx.Node] = ()) -> Region:
     """Return the region around a wide product: its readers until they are narrow, and the operations that
     make their other wide operands. `entering`: values whose readers belong to it, too."""
     shape = shape_of(seed)
-    assert shape is not None
     region = Region(shape[0], shape[1])
     region.forms[seed] = 1
     todo = [seed, *(u for n in entering for u in n.users if region.fit(u))]

@@ -9,8 +9,6 @@ multiplies. Otherwise, the backward of the region computes the forward again, ti
 from __future__ import annotations
 
 import copy
-import heapq
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +18,19 @@ from torch import fx
 from rkmate.graph.ops.losses import SCALE
 from rkmate.graph.ops.parts import part_bytes
 from rkmate.graph.ops.properties import is_view
-from rkmate.graph.passes.joint import Joint, makers_of, readers_of
+from rkmate.graph.passes.joint import (
+    Joint,
+    call_meta,
+    inserted,
+    item_of,
+    makers_of,
+    put_in_order,
+    readers_of,
+    result_of,
+    shape_of,
+)
 from rkmate.graph.passes.tiles.region import Region, close, is_linear, needed
-from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Tile, emit, emit_sum, shape_of
+from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, RowTile, emit, emit_sum
 from rkmate.graph.passes.tiles.source import Give
 from rkmate.graph.passes.tiles.tiled import Tiled, propagate
 from rkmate.torch_seam.nodes import VALUE, is_backward, phase_tag, without_descriptor
@@ -84,7 +92,7 @@ def build(region: Region, nodes: Collection[fx.Node], results: Sequence[fx.Node]
         forms = region.needs(node)
         operands: Mapping[fx.Node, fx.Node] = {
             o: values[o] if o in nodes else made[o, form] for o, form in forms.items()}
-        tile = Tile(graph, n, operands, forms, region.rows)
+        tile = RowTile(graph, n, operands, forms, region.rows)
         values[node] = emit_sum(node, tile, is_part=True) if node in region.sums \
             else emit(node, region.forms[node], tile)
     graph.output(tuple(values[r] for r in results))
@@ -96,7 +104,7 @@ def build(region: Region, nodes: Collection[fx.Node], results: Sequence[fx.Node]
     gives = tuple(Give(tuple(v.shape), v.dtype, v.device, _form(region, r))
                   for r in results for v in [r.meta[VALUE]])
     taken = tuple(form for _, form in arguments)
-    shapes = tuple(shape_of(a) or () for a, _ in arguments)
+    shapes = tuple(shape_of(a) for a, _ in arguments)
     return Tiled(name, graph, region.rows, parts, taken, shapes, gives), [a for a, _ in arguments]
 
 
@@ -174,7 +182,10 @@ def _in_one_call(joint: Joint, region: Region, late: set[fx.Node], apart: Collec
     after = readers_of(nodes)
     anchor = next(n for n in joint.graph.nodes if is_backward(n) or (n in after and n not in nodes))
     with joint.graph.inserting_before(anchor):
-        copies = {tangents[0]: _one(joint, tangents[0])}
+        value = tangents[0].meta[VALUE]
+        copies = {tangents[0]: inserted(
+            joint.graph, anchor, tangents[0], aten.full.default, ([], 1.0), meta=phase_tag(backward=False),
+            dtype=value.dtype, device=value.device)}
         for node in before:
             if node.op == "call_function":
                 copies[node] = joint.graph.node_copy(node, lambda n: copies.get(n, n))
@@ -191,16 +202,6 @@ def _in_one_call(joint: Joint, region: Region, late: set[fx.Node], apart: Collec
         else:
             joint.replace(result, item)
     return True
-
-
-def _one(joint: Joint, tangent: fx.Node) -> fx.Node:
-    """Return a gradient of one."""
-    value = tangent.meta[VALUE]
-    node = joint.graph.call_function(aten.full.default, ([], 1.0),
-                                     {"dtype": value.dtype, "device": value.device})
-    with value.fake_mode:
-        node.meta = {VALUE: torch.empty_like(value), **phase_tag(backward=False)}
-    return node
 
 
 # -- Calls: forward and backward apart -------------------------------------------------------------
@@ -233,48 +234,6 @@ def _in_two_calls(joint: Joint, region: Region, late: set[fx.Node], apart: Colle
         for k, result in enumerate(some):
             joint.replace(result, item_of(joint, call, k))
     return bool(made)
-
-
-# -- Calls: nodes ----------------------------------------------------------------------------------
-
-
-def call_meta(results: Sequence[fx.Node], *, backward: bool) -> dict[str, Any]:
-    """Return what is noted of a call that makes some values."""
-    return {k: v for k, v in results[0].meta.items() if k != VALUE} | phase_tag(backward=backward)
-
-
-def item_of(joint: Joint, call: fx.Node, k: int) -> fx.Node:
-    """Return one of the results of a call."""
-    with joint.graph.inserting_after(call):
-        item = joint.graph.call_function(operator.getitem, (call, k))
-    item.meta = call.meta | {VALUE: call.meta[VALUE][k]}
-    return item
-
-
-def put_in_order(graph: fx.Graph) -> None:
-    """Move what reads a value that stands after it, as little as can be. What is moved keeps its order, so
-    that equal layers stay equal."""
-    place = {node: k for k, node in enumerate(graph.nodes)}
-    placed: set[fx.Node] = set()
-    for node in place:
-        needed, todo = {node}, [node]
-        while todo:
-            missing = {n for n in todo.pop().all_input_nodes if n not in placed} - needed
-            needed |= missing
-            todo += missing
-        waits = {n: sum(m in needed for m in n.all_input_nodes) for n in needed - placed}
-        ready = [(place[n], n) for n, count in waits.items() if not count]
-        heapq.heapify(ready)
-        while ready:
-            _, first = heapq.heappop(ready)
-            if first is not node:
-                node.prepend(first)
-            placed.add(first)
-            for user in first.users:
-                if user in waits:
-                    waits[user] -= 1
-                    if not waits[user]:
-                        heapq.heappush(ready, (place[user], user))
 
 
 # -- Groups of rows --------------------------------------------------------------------------------
@@ -372,7 +331,7 @@ class _Making:
                         for o, form in forms.items()}
             before = self.anchor.prev
             with self.graph.inserting_before(self.anchor):
-                tile = Tile(self.graph, count, operands, forms, region.rows)
+                tile = RowTile(self.graph, count, operands, forms, region.rows)
                 made = emit_sum(node, tile) if node in region.sums else emit(node, region.forms[node], tile)
             self._values[node, start] = made
             while before.next is not self.anchor:
@@ -417,8 +376,6 @@ class _Making:
 
     def _describe(self, node: fx.Node, like: fx.Node) -> None:
         """Give a new operation its value, and what is noted of the one that it is made for."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
         backward = is_backward(like) or any(is_backward(n) for n in node.all_input_nodes)
-        with self._seed.meta[VALUE].fake_mode:
-            value = node.target(*args, **kwargs)  # type: ignore[operator]
-        node.meta = without_descriptor(like.meta) | phase_tag(backward=backward) | {VALUE: value}
+        node.meta = without_descriptor(like.meta) | phase_tag(backward=backward) | {
+            VALUE: result_of(node, self._seed)}

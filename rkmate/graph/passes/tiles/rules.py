@@ -18,9 +18,11 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
+from rkmate.graph.ops.properties import is_pointwise
+from rkmate.graph.passes.joint import arguments, shape_of, value_of
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import record_of
-from rkmate.torch_seam.schema import OpOverload, operator_name, schema_of
+from rkmate.torch_seam.schema import operator_name
 
 aten = torch.ops.aten
 
@@ -44,14 +46,6 @@ def lead_of(shape: Sequence[int], rows: int) -> int | None:
         if count == rows:
             return k
     return None
-
-
-def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """Return the shape of a node's value, or of the first of several; None if it is not a tensor."""
-    value = node.meta.get(VALUE)
-    if isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def aligned(shape: Sequence[int], result: Sequence[int], rows: int, form: int) -> int | None:
@@ -78,7 +72,7 @@ Form = Callable[[fx.Node, int, int], Forms | None]
 
 
 @dataclass(frozen=True)
-class Tile:
+class RowTile:
     """A tile while it is written."""
 
     graph: fx.Graph
@@ -96,11 +90,11 @@ class Tile:
         return self.graph.create_node("call_function", target, args, kwargs, name)
 
 
-Emit = Callable[[fx.Node, int, Tile], fx.Node]
+Emit = Callable[[fx.Node, int, RowTile], fx.Node]
 
 
 @dataclass(frozen=True)
-class Rule:
+class RowRule:
     """Of one kind of operations."""
 
     takes: Form
@@ -111,35 +105,29 @@ def takes(node: fx.Node, form: int, rows: int) -> Forms | None:
     """Return the forms of the operands of an operation whose result has a form; None if it is not an
     operation on each row by itself."""
     rule = _rule(node)
-    shape = shape_of(node)
-    if rule is None or shape is None or (form > 0 and lead_of(shape, rows) != form):
+    if rule is None or not isinstance(value_of(node), torch.Tensor) \
+            or (form > 0 and lead_of(shape_of(node), rows) != form):
         return None
     return rule.takes(node, form, rows)
 
 
-def emit(node: fx.Node, form: int, tile: Tile) -> fx.Node:
+def emit(node: fx.Node, form: int, tile: RowTile) -> fx.Node:
     """Write the operation on one tile."""
     rule = _rule(node)
     assert rule is not None
     return rule.emit(node, form, tile)
 
 
-def _rule(node: fx.Node) -> Rule | None:
+def _rule(node: fx.Node) -> RowRule | None:
     target: Any = node.target
     record = record_of(target)
     if record is not None and record.rows_like is not None:
         return RULES[record.rows_like]
     if target in RULES:
         return RULES[target]
-    pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags \
-        and torch.Tag.nondeterministic_seeded not in target.tags and not schema_of(target).is_mutable \
+    pointwise = is_pointwise(target) and torch.Tag.nondeterministic_seeded not in target.tags \
         and isinstance(node.meta.get(VALUE), torch.Tensor)
     return POINTWISE if pointwise else None
-
-
-def arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return a node's arguments, without their types."""
-    return tuple[Any, ...](node.args)
 
 
 def together(pairs: list[tuple[Any, int | None]]) -> Forms | None:
@@ -158,11 +146,10 @@ def together(pairs: list[tuple[Any, int | None]]) -> Forms | None:
 
 def _pointwise(node: fx.Node, form: int, rows: int) -> Forms | None:
     result = shape_of(node)
-    assert result is not None
-    return together([(n, aligned(shape_of(n) or (), result, rows, form)) for n in node.all_input_nodes])
+    return together([(n, aligned(shape_of(n), result, rows, form)) for n in node.all_input_nodes])
 
 
-def fitted(operand: Any, form: int, rank: int, tile: Tile) -> Any:
+def fitted(operand: Any, form: int, rank: int, tile: RowTile) -> Any:
     """Return an operand whose value is broadcast, without the dimensions of size one at the places where the
     result has rows. `form`, `rank`: of the result."""
     if not isinstance(operand, fx.Node) or tile.forms.get(operand, WHOLE) != WHOLE:
@@ -170,21 +157,21 @@ def fitted(operand: Any, form: int, rank: int, tile: Tile) -> Any:
     shape = shape_of(operand)
     value = tile.value[operand]
     tail = rank - form
-    if shape is None or form == TURNED or len(shape) <= tail:
+    if form == TURNED or len(shape) <= tail:
         return value
     return tile.call(aten.reshape.default, value, list(shape[len(shape) - tail:]))
 
 
-def _emit_pointwise(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    rank = len(shape_of(node) or ())
+def _emit_pointwise(node: fx.Node, form: int, tile: RowTile) -> fx.Node:
+    rank = len(shape_of(node))
     args, kwargs = fx.node.map_arg((arguments(node), node.kwargs), lambda n: fitted(n, form, rank, tile))
     return tile.call(node.target, *args, **kwargs)
 
 
-POINTWISE = Rule(_pointwise, _emit_pointwise)
+POINTWISE = RowRule(_pointwise, _emit_pointwise)
 
 
-def _emit_clone(node: fx.Node, form: int, tile: Tile) -> fx.Node:
+def _emit_clone(node: fx.Node, form: int, tile: RowTile) -> fx.Node:
     """Return the value itself if it has the copy's layout, without a copy."""
     base = arguments(node)[0]
     kept = node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
@@ -194,13 +181,14 @@ def _emit_clone(node: fx.Node, form: int, tile: Tile) -> fx.Node:
 # -- Rules: along other dimensions -----------------------------------------------------------------
 
 
-def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (), default: Any = None) -> Rule:
+def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (),
+           default: Any = None) -> RowRule:
     """Work along dimensions (argument `dim`) that are no rows; arguments `by_rows` have rows."""
 
     def dims(node: fx.Node) -> list[int] | None:
         given = arguments(node)[dim] if len(arguments(node)) > dim else default
         found = given if isinstance(given, (list, tuple)) else [given]
-        rank = len(shape_of(arguments(node)[0]) or ())
+        rank = len(shape_of(arguments(node)[0]))
         if node.target in _WIDER:
             rank += 1
         if not found or any(not isinstance(d, int) for d in found):
@@ -215,13 +203,13 @@ def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (), d
         for k in by_rows:
             operand = arguments(node)[k] if len(arguments(node)) > k else None
             if isinstance(operand, fx.Node):
-                shape = shape_of(operand) or ()
-                same = tuple(shape[:form]) == (shape_of(node) or ())[:form]
+                shape = shape_of(operand)
+                same = tuple(shape[:form]) == shape_of(node)[:form]
                 pairs.append((operand, form if same and lead_of(shape, rows) == form else None))
         pairs += [(arguments(node)[k], WHOLE) for k in whole if len(arguments(node)) > k]
         return together(pairs)
 
-    def emit(node: fx.Node, form: int, tile: Tile) -> fx.Node:
+    def emit(node: fx.Node, form: int, tile: RowTile) -> fx.Node:
         along = dims(node)
         assert along is not None
         args: list[Any] = list(fx.node.map_arg(arguments(node), tile.value.__getitem__))
@@ -234,7 +222,7 @@ def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (), d
         kwargs = fx.node.map_arg(node.kwargs, tile.value.__getitem__)
         return tile.call(node.target, *args, **kwargs)
 
-    return Rule(takes, emit)
+    return RowRule(takes, emit)
 
 
 _SIZED = (aten.slice_backward.default, aten.select_backward.default)
@@ -254,11 +242,11 @@ def _addmm(node: fx.Node, form: int, rows: int) -> Forms | None:
     if form != 1:
         return None
     bias, a, b = arguments(node)[:3]
-    return together([(bias, aligned(shape_of(bias) or (), shape_of(node) or (), rows, 1)),
+    return together([(bias, aligned(shape_of(bias), shape_of(node), rows, 1)),
                    (a, 1), (b, WHOLE)])
 
 
-def _emit_addmm(node: fx.Node, form: int, tile: Tile) -> fx.Node:
+def _emit_addmm(node: fx.Node, form: int, tile: RowTile) -> fx.Node:
     bias, a, b = arguments(node)[:3]
     return tile.call(node.target, fitted(bias, 1, 2, tile), tile.value[a], tile.value[b],
                      **node.kwargs)
@@ -268,7 +256,7 @@ def _bmm(node: fx.Node, form: int, rows: int) -> Forms | None:
     return together([(n, 1) for n in arguments(node)]) if form == 1 else None
 
 
-def emit_same(node: fx.Node, form: int, tile: Tile) -> fx.Node:
+def emit_same(node: fx.Node, form: int, tile: RowTile) -> fx.Node:
     """Run the operation itself on a tile's values."""
     args, kwargs = fx.node.map_arg((arguments(node), node.kwargs), tile.value.__getitem__)
     return tile.call(node.target, *args, **kwargs)
@@ -279,12 +267,12 @@ def emit_same(node: fx.Node, form: int, tile: Tile) -> fx.Node:
 
 def _view(node: fx.Node, form: int, rows: int) -> Forms | None:
     base = arguments(node)[0]
-    return together([(base, lead_of(shape_of(base) or (), rows))]) if form > 0 else None
+    return together([(base, lead_of(shape_of(base), rows))]) if form > 0 else None
 
 
-def _emit_view(node: fx.Node, form: int, tile: Tile) -> fx.Node:
+def _emit_view(node: fx.Node, form: int, tile: RowTile) -> fx.Node:
     base: Any = arguments(node)[0]
-    before, after = (shape_of(base) or ())[tile.forms[base]:], (shape_of(node) or ())[form:]
+    before, after = shape_of(base)[tile.forms[base]:], shape_of(node)[form:]
     value = tile.value[base]
     return value if before == after else tile.call(aten.reshape.default, value, [tile.n, *after])
 
@@ -293,18 +281,18 @@ def _expand(node: fx.Node, form: int, rows: int) -> Forms | None:
     base: Any = arguments(node)[0]
     if form < 1:
         return None
-    return together([(base, aligned(shape_of(base) or (), shape_of(node) or (), rows, form))])
+    return together([(base, aligned(shape_of(base), shape_of(node), rows, form))])
 
 
-def _emit_expand(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    after = shape_of(node) or ()
+def _emit_expand(node: fx.Node, form: int, tile: RowTile) -> fx.Node:
+    after = shape_of(node)
     return tile.call(aten.expand.default, fitted(arguments(node)[0], form, len(after), tile),
                      [tile.n, *after[form:]])
 
 
 def _turn(node: fx.Node, form: int, rows: int) -> Forms | None:
     base: Any = arguments(node)[0]
-    if len(shape_of(node) or ()) != 2 or form not in (1, TURNED) or not _turns(node):
+    if len(shape_of(node)) != 2 or form not in (1, TURNED) or not _turns(node):
         return None
     return together([(base, TURNED if form == 1 else 1)])
 
@@ -315,7 +303,7 @@ def _turns(node: fx.Node) -> bool:
     return node.target is aten.t.default or rest == ([1, 0],) or rest in ((0, 1), (1, 0), (-1, -2), (-2, -1))
 
 
-def _emit_turn(node: fx.Node, form: int, tile: Tile) -> fx.Node:
+def _emit_turn(node: fx.Node, form: int, tile: RowTile) -> fx.Node:
     return tile.call(aten.t.default, tile.value[arguments(node)[0]])
 
 
@@ -323,12 +311,12 @@ def _full(node: fx.Node, form: int, rows: int) -> Forms | None:
     return {} if form > 0 else None
 
 
-def _emit_full(node: fx.Node, form: int, tile: Tile) -> fx.Node:
-    after = (shape_of(node) or ())[form:]
+def _emit_full(node: fx.Node, form: int, tile: RowTile) -> fx.Node:
+    after = shape_of(node)[form:]
     return tile.call(node.target, [tile.n, *after], *arguments(node)[1:], **node.kwargs)
 
 
-def _emit_new_zeros(node: fx.Node, form: int, tile: Tile) -> fx.Node:
+def _emit_new_zeros(node: fx.Node, form: int, tile: RowTile) -> fx.Node:
     value = node.meta[VALUE]
     return tile.call(aten.full.default, [tile.n, *value.shape[form:]], 0, dtype=value.dtype,
                      device=value.device)
@@ -336,21 +324,21 @@ def _emit_new_zeros(node: fx.Node, form: int, tile: Tile) -> fx.Node:
 
 def _pad(node: fx.Node, form: int, rows: int) -> Forms | None:
     pads: Any = arguments(node)[1]
-    if form < 1 or len(pads) // 2 > len(shape_of(node) or ()) - form:
+    if form < 1 or len(pads) // 2 > len(shape_of(node)) - form:
         return None
     return together([(arguments(node)[0], form)])
 
 
 def _cat(node: fx.Node, form: int, rows: int) -> Forms | None:
     dim: Any = arguments(node)[1] if len(arguments(node)) > 1 else 0
-    if form < 1 or dim % len(shape_of(node) or ()) < form:
+    if form < 1 or dim % len(shape_of(node)) < form:
         return None
-    return together([(n, lead_of(shape_of(n) or (), rows)) for n in arguments(node)[0]])
+    return together([(n, lead_of(shape_of(n), rows)) for n in arguments(node)[0]])
 
 
-def _emit_cat(node: fx.Node, form: int, tile: Tile) -> fx.Node:
+def _emit_cat(node: fx.Node, form: int, tile: RowTile) -> fx.Node:
     dim: Any = arguments(node)[1]
-    rank = len(shape_of(node) or ())
+    rank = len(shape_of(node))
     return tile.call(node.target, [tile.value[n] for n in arguments(node)[0]], dim % rank - form + 1)
 
 
@@ -387,29 +375,29 @@ def _look_up(node: fx.Node, form: int, rows: int) -> Forms | None:
 
 # -- Rules: the table ------------------------------------------------------------------------------
 
-_VIEW = Rule(_view, _emit_view)
-_TURN = Rule(_turn, _emit_turn)
-_NLL_BACKWARD = Rule(_nll_backward, emit_same)
-_LOOK_UP = Rule(_look_up, emit_same)
-_FULL = Rule(_full, _emit_full)
+_VIEW = RowRule(_view, _emit_view)
+_TURN = RowRule(_turn, _emit_turn)
+_NLL_BACKWARD = RowRule(_nll_backward, emit_same)
+_LOOK_UP = RowRule(_look_up, emit_same)
+_FULL = RowRule(_full, _emit_full)
 
-RULES: dict[Any, Rule] = {
-    aten.mm.default: Rule(_mm, emit_same),
-    aten.addmm.default: Rule(_addmm, _emit_addmm),
-    aten.bmm.default: Rule(_bmm, emit_same),
-    aten.clone.default: Rule(_pointwise, _emit_clone), aten._to_copy.default: POINTWISE,
+RULES: dict[Any, RowRule] = {
+    aten.mm.default: RowRule(_mm, emit_same),
+    aten.addmm.default: RowRule(_addmm, _emit_addmm),
+    aten.bmm.default: RowRule(_bmm, emit_same),
+    aten.clone.default: RowRule(_pointwise, _emit_clone), aten._to_copy.default: POINTWISE,
     aten.view.default: _VIEW, aten._unsafe_view.default: _VIEW, aten.reshape.default: _VIEW,
-    aten.expand.default: Rule(_expand, _emit_expand),
+    aten.expand.default: RowRule(_expand, _emit_expand),
     aten.t.default: _TURN, aten.transpose.int: _TURN, aten.permute.default: _TURN,
     aten.full.default: _FULL, aten.zeros.default: _FULL, aten.ones.default: _FULL,
-    aten.new_zeros.default: Rule(_full, _emit_new_zeros),
+    aten.new_zeros.default: RowRule(_full, _emit_new_zeros),
     aten.zeros_like.default: POINTWISE, aten.ones_like.default: POINTWISE, aten.full_like.default: POINTWISE,
-    aten.constant_pad_nd.default: Rule(_pad, emit_same),
-    aten.cat.default: Rule(_cat, _emit_cat),
-    aten.nll_loss_forward.default: Rule(_nll, emit_same),
+    aten.constant_pad_nd.default: RowRule(_pad, emit_same),
+    aten.cat.default: RowRule(_cat, _emit_cat),
+    aten.nll_loss_forward.default: RowRule(_nll, emit_same),
     aten.nll_loss_backward.default: _NLL_BACKWARD,
     aten.index.Tensor: _LOOK_UP, aten.embedding.default: _LOOK_UP,
-    operator.getitem: Rule(_item, emit_same),
+    operator.getitem: RowRule(_item, emit_same),
     aten.gather.default: _along((0, 2), 1), aten.scatter.value: _along((0, 2), 1),
     aten.scatter.src: _along((0, 2, 3), 1), aten.scatter_add.default: _along((0, 2, 3), 1),
     aten.topk.default: _along((0,), 2, default=-1),
@@ -438,9 +426,9 @@ def sums(node: fx.Node, rows: int) -> Forms | None:
     if target is aten.nll_loss_forward.default and args[3] != 0:      # taken apart before it is tiled
         return together([(args[0], 1), (args[1], 1), (args[2], WHOLE)])
     if target in (aten.sum.default, aten.mean.default):
-        return together([(args[0], lead_of(shape_of(args[0]) or (), rows))])
+        return together([(args[0], lead_of(shape_of(args[0]), rows))])
     if target is aten.sum.dim_IntList:
-        shape = shape_of(args[0]) or ()
+        shape = shape_of(args[0])
         lead = lead_of(shape, rows)
         dims = {d % len(shape) for d in args[1] or range(len(shape))} if shape else set()
         if lead is not None and dims.issuperset(range(lead)):
@@ -448,7 +436,7 @@ def sums(node: fx.Node, rows: int) -> Forms | None:
     return None
 
 
-def emit_sum(node: fx.Node, tile: Tile, *, is_part: bool = False) -> fx.Node:
+def emit_sum(node: fx.Node, tile: RowTile, *, is_part: bool = False) -> fx.Node:
     """Write a tile's part of a sum, in the shape of the whole result. `is_part`: other parts are added to it
     in float32. A part in half precision then stays in float32, and the sum is rounded once, as by torch's
     kernel for the whole sum. Products do so on the CPU alone: elsewhere, those in half precision are far
@@ -461,7 +449,7 @@ def emit_sum(node: fx.Node, tile: Tile, *, is_part: bool = False) -> fx.Node:
                 for n in arguments(node)[:2])
         return tile.call(aten.mm.default, a, b)
     base: Any = arguments(node)[0]
-    shape, lead, value = shape_of(base) or (), tile.forms[base], tile.value[base]
+    shape, lead, value = shape_of(base), tile.forms[base], tile.value[base]
     kwargs: dict[str, Any] = ({"dtype": torch.float32} if half else {}) | dict(node.kwargs)
     if node.target is aten.mean.default:
         part = tile.call(aten.sum.default, value, **kwargs)
@@ -471,6 +459,6 @@ def emit_sum(node: fx.Node, tile: Tile, *, is_part: bool = False) -> fx.Node:
     dims = {d % len(shape) for d in arguments(node)[1] or range(len(shape))}
     left = [0, *(d - lead + 1 for d in sorted(dims) if d >= lead)]
     part = tile.call(aten.sum.dim_IntList, value, left, **kwargs)
-    after = list(shape_of(node) or ())
+    after = list(shape_of(node))
     keep = len(arguments(node)) > 2 and bool(arguments(node)[2])
     return tile.call(aten.reshape.default, part, after) if keep else part

@@ -23,11 +23,12 @@ import torch
 from torch import fx
 
 from rkmate.graph.ops.properties import RESHAPES, is_view
+from rkmate.graph.passes.joint import shape_of
 from rkmate.graph.passes.tiles.banded import Banded, Part, Tile, TileRun, runs_of
 from rkmate.graph.passes.tiles.cuts import piece, summand, summed
 from rkmate.graph.passes.tiles.matching import canonical
 from rkmate.graph.passes.tiles.norms import counted, finished, norm_of
-from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, same, shape_of
+from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, same
 from rkmate.graph.passes.tiles.tiled import propagate
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import operator_name

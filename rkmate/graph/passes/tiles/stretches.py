@@ -16,12 +16,19 @@ import torch
 from torch import fx
 
 from rkmate.graph.ops.properties import is_view
-from rkmate.graph.passes.joint import Joint, readers_of
-from rkmate.graph.passes.tiles.choosing import HEAVY, Labels, Plan, bytes_of, chosen, looked_at
+from rkmate.graph.passes.joint import (
+    Joint,
+    bytes_of,
+    call_meta,
+    item_of,
+    put_in_order,
+    readers_of,
+    shape_of,
+    value_of,
+)
+from rkmate.graph.passes.tiles.choosing import HEAVY, Labels, Plan, chosen, looked_at
 from rkmate.graph.passes.tiles.matching import Matcher
 from rkmate.graph.passes.tiles.norms import moved_on, norm_of
-from rkmate.graph.passes.tiles.pieces import shape_of, value_of
-from rkmate.graph.passes.tiles.rewrite import call_meta, item_of, put_in_order
 from rkmate.graph.passes.tiles.stretch import (
     STATISTICS,
     Key,

@@ -14,11 +14,11 @@ from torch import fx
 
 from rkmate.graph.ops.properties import PRODUCTS, is_view
 from rkmate.graph.passes.cleanup import drop_dead
-from rkmate.graph.passes.joint import Joint, makers_of, readers_of
+from rkmate.graph.passes.joint import Joint, inserted, makers_of, readers_of, result_of, shape_of, value_of
 from rkmate.graph.passes.lean import is_wide
 from rkmate.graph.passes.tiles.region import Region, grow, is_linear, seeds_of
 from rkmate.graph.passes.tiles.rewrite import default_parts, in_groups, late_nodes, tile
-from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, Tile, emit, emit_sum, shape_of
+from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, RowTile, emit, emit_sum
 from rkmate.torch_seam.nodes import VALUE, is_backward
 
 aten = torch.ops.aten
@@ -41,39 +41,33 @@ def by_rows(joint: Joint, loss: fx.Node) -> Callable[[], None]:
     """
     scores, target, weight, reduction, ignore = loss.args
     value = scores.meta[VALUE]  # type: ignore[union-attr]
-    meta = {k: v for k, v in loss.meta.items() if k != VALUE}
     graph = joint.graph
 
     def call(target_: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = graph.call_function(target_, args, kwargs)
-        given, named = fx.node.map_arg((args, kwargs), lambda n: n.meta[VALUE])
-        with value.fake_mode:
-            node.meta = meta | {VALUE: target_(*given, **named)}
-        return node
+        return inserted(graph, loss, loss, target_, args, **kwargs)
 
-    with graph.inserting_before(loss):
-        counted = call(aten.ne.Scalar, target, ignore)
-        if weight is None:
-            total = call(aten._to_copy.default, call(aten.sum.default, counted), dtype=value.dtype)
-        else:
-            known = call(aten.masked_fill.Scalar, target, call(aten.bitwise_not.default, counted), 0)
-            each = call(aten.index.Tensor, weight, [known])
-            zero = call(aten.full.default, [], 0.0, dtype=value.dtype, device=value.device)
-            total = call(aten.sum.default, call(aten.where.self, counted, each, zero))
-        rows = call(operator.getitem, call(aten.nll_loss_forward.default, scores, target, weight, _NONE,
-                                           ignore), 0)
-        if reduction == _NONE:
-            reduced = rows
-        elif weight is None:
-            only = call(aten.unsqueeze.default, call(aten.neg.default, rows), 1)
-            classes = call(aten.masked_fill.Scalar, call(aten.zeros_like.default, target),
-                           call(aten.bitwise_not.default, counted), _IGNORE)
-            reduced = call(operator.getitem, call(aten.nll_loss_forward.default, only, classes, None,
-                                                  reduction, _IGNORE), 0)
-        else:
-            reduced = call(aten.sum.default, rows)
-            if reduction == _MEAN:
-                reduced = call(aten.div.Tensor, reduced, total)
+    counted = call(aten.ne.Scalar, target, ignore)
+    if weight is None:
+        total = call(aten._to_copy.default, call(aten.sum.default, counted), dtype=value.dtype)
+    else:
+        known = call(aten.masked_fill.Scalar, target, call(aten.bitwise_not.default, counted), 0)
+        each = call(aten.index.Tensor, weight, [known])
+        zero = call(aten.full.default, [], 0.0, dtype=value.dtype, device=value.device)
+        total = call(aten.sum.default, call(aten.where.self, counted, each, zero))
+    rows = call(operator.getitem, call(aten.nll_loss_forward.default, scores, target, weight, _NONE,
+                                       ignore), 0)
+    if reduction == _NONE:
+        reduced = rows
+    elif weight is None:
+        only = call(aten.unsqueeze.default, call(aten.neg.default, rows), 1)
+        classes = call(aten.masked_fill.Scalar, call(aten.zeros_like.default, target),
+                       call(aten.bitwise_not.default, counted), _IGNORE)
+        reduced = call(operator.getitem, call(aten.nll_loss_forward.default, only, classes, None,
+                                              reduction, _IGNORE), 0)
+    else:
+        reduced = call(aten.sum.default, rows)
+        if reduction == _MEAN:
+            reduced = call(aten.div.Tensor, reduced, total)
     before: Any = (loss.target, loss.args, loss.kwargs)
     about = dict(loss.meta)
     items: dict[Any, dict[str, Any]] = {}
@@ -180,7 +174,7 @@ def leave_out(joint: Joint, shift: Shift, late: Collection[fx.Node], leaving: Co
         writer.like = cut
         source: Any = cut.args[0]
         with joint.graph.inserting_before(cut):
-            made = writer.view(writer.values[source], shape_of(cut) or ())
+            made = writer.view(writer.values[source], shape_of(cut))
         joint.replace(cut, made)
     for result in results:
         writer.like = result
@@ -208,7 +202,7 @@ class _Writer:
         with self.graph.inserting_before(node):
             operands = {o: self._operand(o, form) for o, form in forms.items()}
             before = node.prev
-            tile = Tile(self.graph, math.prod(self.shift.left), operands, forms, region.rows)
+            tile = RowTile(self.graph, math.prod(self.shift.left), operands, forms, region.rows)
             self.values[node] = emit_sum(node, tile) if node in region.sums \
                 else emit(node, region.forms[node], tile)
         while before.next is not node:
@@ -223,7 +217,7 @@ class _Writer:
 
     def whole(self, node: fx.Node) -> fx.Node:
         """Return a result of all rows, with zeros for those that were left out."""
-        shape = shape_of(node) or ()
+        shape = shape_of(node)
         tail = shape[self.shift.region.forms[node]:]
         whole = self._call(aten.slice_backward.default,
                            self.view(self.values[node], (*self.shift.left, *tail)), [*self.shift.rows, *tail],
@@ -234,7 +228,7 @@ class _Writer:
         if node in self.values or form == WHOLE:
             return self.values.get(node, node)
         if (node, form) not in self.operands:
-            tail = (shape_of(node) or ())[form:]
+            tail = shape_of(node)[form:]
             some: Any = node.args[0] if node in self.shift.zeros else self._call(
                 aten.slice.Tensor, self.view(node, (*self.shift.rows, *tail)), self.shift.dim,
                 self.shift.start, self.shift.end)
@@ -248,14 +242,9 @@ class _Writer:
 
     def _settle(self, node: fx.Node) -> None:
         """Give a new operation its value, and the rest of what it stands for."""
-        values: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
-        args, kwargs = values
-        if node.target is aten.reshape.default and args[0].is_contiguous():
+        if node.target is aten.reshape.default and value_of(node.all_input_nodes[0]).is_contiguous():
             node.target = aten.view.default
-        target: Any = node.target
-        with self.like.meta[VALUE].fake_mode:
-            value = target(*args, **kwargs)
-        node.meta = {k: v for k, v in self.like.meta.items() if k != VALUE} | {VALUE: value}
+        node.meta = {**self.like.meta, VALUE: result_of(node, self.like)}
 # -- Heads -----------------------------------------------------------------------------------------
 #
 # A wide product and the losses of its result. The logits of a language model, or of a classifier with many

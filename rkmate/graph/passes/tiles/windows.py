@@ -12,17 +12,8 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
-from rkmate.graph.passes.tiles.pieces import (
-    Band,
-    Need,
-    Piece,
-    Rule,
-    Write,
-    arguments,
-    same,
-    shape_of,
-    value_of,
-)
+from rkmate.graph.passes.joint import arguments, shape_of, value_of
+from rkmate.graph.passes.tiles.pieces import Band, CutRule, Need, Piece, Write, same
 
 aten = torch.ops.aten
 
@@ -207,7 +198,7 @@ def _by_images(node: fx.Node, band: Band) -> Piece | None:
     return same(node, [(node.all_input_nodes[0], band)]) if band.dim == 0 else None
 
 
-def _upsampled(count: int, *, reach: int) -> Rule:
+def _upsampled(count: int, *, reach: int) -> CutRule:
     """Make the rule of an interpolation between pixels that are `reach` apart, at multiples of the size."""
     def rule(node: fx.Node, band: Band) -> Piece | None:
         x: Any = node.args[0]
@@ -275,7 +266,7 @@ def _pad(node: fx.Node, band: Band) -> Piece | None:
     return same(node, [(x, Band(band.dim, start, stop))], args=(x, now, value)) if stop > start else None
 
 
-RULES: dict[Any, Rule] = {
+RULES: dict[Any, CutRule] = {
     aten.convolution.default: _convolution,
     aten.max_pool2d_with_indices.default: _max_pool, aten.max_pool3d_with_indices.default: _max_pool,
     aten.avg_pool2d.default: _average_pool, aten.avg_pool3d.default: _average_pool,
