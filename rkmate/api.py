@@ -135,7 +135,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
 
     Args:
         model: the module to train. `remove` undoes `apply`; a second `apply` replaces the first. If the model
-            is sharded by ``fully_shard``, before or after this call, each sharded layer (the innermost ones)
+            is sharded by ``fully_shard``, or by DeepSpeed's ZeRO stage 3 with layers that
+            ``set_z3_leaf_modules`` names, before or after this call, each sharded layer (the innermost ones)
             gets a plan of its own, and so does the rest of the forward after the last of them: they share the
             budget of the whole step. `applied` then shows the plan of each layer, and of the rest. The
             members of a ``ModuleList`` or ``ModuleDict`` (the pipeline stages of a rank, where there are
@@ -166,7 +167,7 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     check_model(model)
     layers = sharded_layers(model)
     if not layers and not is_sharded(model):        # a sharded layer's parameters are seen in its first call
-        refuse_parallelism(model)
+        refuse_parallelism(model, is_planned_later=not sampled)
     if layers and call.settings.gradients == "in_place":
         refuse_data_parallelism(*layers)
     if layers and sampled:

@@ -28,7 +28,13 @@ from rkmate.runtime.kept_plans import Planning, Prototype, TangentMask, is_alike
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import compiled_call, is_sharded, own_call, replace_call
+from rkmate.torch_seam.modules import (
+    compiled_call,
+    gathers_all_inside,
+    is_sharded,
+    own_call,
+    replace_call,
+)
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.tensors import inside_backward, without_saved_tensor_hooks
 from rkmate.torch_seam.trace import inside_transform
@@ -48,7 +54,8 @@ def sharded_layers(model: nn.Module) -> list[nn.Module]:
     """Return the innermost sharded modules inside of a model, the model itself left out; without those of one
     operation (an embedding, a head), where there are others."""
     sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
-    layers = [m for m in sharded if not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
+    layers = [m for m in sharded if gathers_all_inside(m)
+              and not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
     return [m for m in layers if not is_one_operation(m)] or layers
 
 
