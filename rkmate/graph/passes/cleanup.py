@@ -10,7 +10,7 @@ from torch import fx
 
 from rkmate.graph.ops.parts import PARTS, WRITE_PART, WRITES, step_to_part
 from rkmate.graph.ops.properties import ALIASES, COPIES, RESHAPES, SQUEEZES, TURNS, is_random
-from rkmate.graph.passes.joint import Joint, adds, owner_of
+from rkmate.graph.passes.joint import Joint, adds, inserted, owner_of
 from rkmate.torch_seam.nodes import VALUE, is_backward
 
 aten = torch.ops.aten
@@ -268,21 +268,12 @@ def _one_write(joint: Joint, writes: list[fx.Node], position: dict[fx.Node, int]
     """Replace some writes by one to the whole tensor. Later readers of a part read it there."""
     last = writes[0]
     steps = [n for w in writes for n in step_to_part(w.target, w.args[2:]) or ()]
-    part = _inserted(joint, last, WRITE_PART, (_base(last), writes[-1].args[1], steps))
+    part = inserted(joint.graph, last, last, WRITE_PART, (_base(last), writes[-1].args[1], steps))
     new = part
     for write, inner in zip(writes, writes[1:], strict=False):
-        part = _inserted(joint, last, PARTS[write.target][0], (part, *write.args[2:]))
+        part = inserted(joint.graph, last, last, PARTS[write.target][0], (part, *write.args[2:]))
         for reader in list(inner.users):
             if position.get(reader, 0) > position[last]:
                 reader.replace_input_with(inner, part)
     joint.replace(last, new)
     return new
-
-
-def _inserted(joint: Joint, before: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    with joint.graph.inserting_before(before):
-        node = joint.graph.call_function(target, args)
-    given = fx.node.map_arg(args, lambda n: n.meta[VALUE])
-    with before.meta[VALUE].fake_mode:
-        node.meta = dict(before.meta) | {VALUE: target(*given)}
-    return node
