@@ -6,8 +6,8 @@ What they take in common is declared once, in `rkmate.settings`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -35,12 +35,13 @@ from rkmate.pipeline.model_state import flags_to_plan, refuse_data_parallelism
 from rkmate.pipeline.prepare import Blocked, Measured, Traced, check_model, trace
 from rkmate.pipeline.refuse import room_within
 from rkmate.pipeline.search import make_curve, make_plan
+from rkmate.pipeline.settings import Settings
 from rkmate.planners.registry import SENDING
 from rkmate.planners.registry import planner as find_planner
 from rkmate.runtime.agreement import SHARED, Ranks, description, shared, shows_signs
 from rkmate.runtime.kept_plans import Planning
-from rkmate.runtime.lengths import checked_lengths
 from rkmate.runtime.module import PlannedModule
+from rkmate.runtime.padding import checked_lengths
 from rkmate.runtime.recorded_step import check_device
 from rkmate.settings import Chosen, Options, check_default_planner, check_no_settings_of_wrap, chosen
 from rkmate.show.curve import Curve
@@ -64,7 +65,7 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     Args:
         model: the module to train.
         args, kwargs: sample inputs of its forward, of the size that it will be trained with.
-        budget: bytes (int), text ("600MiB", "1.5GB"), a float in (0, 1], which is a fraction of the
+        budget: bytes (int), text ("600MiB", "1.5GB", "50%"), a float in (0, 1], which is a fraction of the
             model's own peak, or ``"auto"``: the largest budget whose steps fit into the free memory of the
             CUDA device, together with gradients, the states of Adam and the allocator's fragments. The budget
             bounds the bytes that a training step allocates on top of what is in memory before the step.
@@ -102,24 +103,16 @@ def wrap(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     if run.cuda_graph:
         check_device([*{t.device for t in (*model.parameters(), *model.buffers())}],
                      sends=planning.settings.offload is not None)
-        planning = replace(planning, cuda_graph=True)
     if planning.settings.parts not in (None, "never"):
         if run.of_wrap:
             raise ArgumentError(f"parts is {planning.settings.parts!r}, and RunSettings has "
                                 f"{', '.join(run.of_wrap)}, which only a plan of the whole model follows: "
                                 "leave out one of the two")
-        return wrapped_by_parts(model, _counting(planning, plan), run.verify, run.on_new_shape, run.training,
-                                args, kwargs, plan)
+        return wrapped_by_parts(model, _counting(planning, plan), run.training, args, kwargs, plan)
     with flags_to_plan(model, run.training):
-        module = PlannedModule(model, planning, run.verify, run.on_new_shape)
-        try:
+        module = PlannedModule(model, planning)
+        with _parts_named(model, planning.settings):
             module.plan_for(args, kwargs, plan)
-        except CaptureError as error:
-            if planning.settings.parts == "never" or not any(model.children()):
-                raise
-            raise CaptureError(f"{str(error).rstrip('.')}. rkmate.apply(model, budget=...), or wrap with "
-                               "settings=rkmate.Settings(parts=\"auto\"), plans the parts of such a model "
-                               "that can be planned ('By parts' in docs/recipes.md).") from error
         if ahead is not None:
             module.plan_ahead(ahead, args, kwargs)
     return module
@@ -137,15 +130,18 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
 
     Args:
         model: the module to train. `remove` undoes `apply`; a second `apply` replaces the first. If the model
-            is sharded by ``fully_shard``, before or after this call, each sharded layer (the innermost ones)
+            is sharded by ``fully_shard``, or by DeepSpeed's ZeRO stage 3 with layers that
+            ``set_z3_leaf_modules`` names, before or after this call, each sharded layer (the innermost ones)
             gets a plan of its own, and so does the rest of the forward after the last of them: they share the
             budget of the whole step. `applied` then shows the plan of each layer, and of the rest. The
             members of a ``ModuleList`` or ``ModuleDict`` (the pipeline stages of a rank, where there are
             several ranks) share one budget in the same way, for all of their calls up to an optimizer's step.
         args, kwargs: sample inputs, to plan now. Without them, the first call that records gradients is
             planned when it comes: with the real batch, in the mode that it is trained in.
-        budget: as for `wrap`; a fraction refers to the peak of the first call.
-        plan: as for `wrap`, together with the sample inputs that it belongs to.
+        budget: bytes (int), text ("600MiB", "50%"), a float in (0, 1], which is a fraction of the peak of the
+            first call, or ``"auto"``, as for `wrap`.
+        plan: a plan made before (`Plan.load`), instead of a budget, with the sample inputs that it belongs
+            to.
         options: `rkmate.Options`, as for `wrap`. ``RunSettings(training=...)`` concerns sample inputs alone.
 
     Returns:
@@ -166,7 +162,7 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     check_model(model)
     layers = sharded_layers(model)
     if not layers and not is_sharded(model):        # a sharded layer's parameters are seen in its first call
-        refuse_parallelism(model)
+        refuse_parallelism(model, is_planned_later=not sampled)
     if layers and call.settings.gradients == "in_place":
         refuse_data_parallelism(*layers)
     if layers and sampled:
@@ -176,16 +172,16 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
         args, kwargs = checked_sample(model, () if args is None else args, kwargs, whole=False)
     planning = _planning(_in_bytes(budget, model), plan, call)
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not sampled and several_ranks():
-        put_plans_into_members(model, planning, run.verify, run.on_new_shape)
+        put_plans_into_members(model, planning)
         return model
     if layers:
-        put_plans_into_layers(model, layers, planning, run.verify, run.on_new_shape)
+        put_plans_into_layers(model, layers, planning)
         return model
     planning = _counting(planning, plan)
     if planning.settings.parts is None:
         planning = replace(planning, settings=replace(
             planning.settings, parts="never" if planning.settings.pins else "auto"))
-    planned = put_plan_into(model, planning, run.verify, run.on_new_shape)
+    planned = put_plan_into(model, planning)
     if sampled:
         planned.plan_now(run.training, tuple(args or ()), dict(kwargs or {}), plan)
     return model
@@ -201,8 +197,8 @@ def remove(model: _M) -> _M:
 
 
 def applied(model: nn.Module) -> PlannedModule | None:
-    """Return the module that shows the plan of `model` after `apply`: its ``.plan`` and ``.source``, like
-    those of a module that `wrap` returns. None for other modules."""
+    """Return the module that shows the plan of `model` after `apply`, in its ``.plan`` and ``.source``, as a
+    module that `wrap` returns does; None for a module without `apply`."""
     if not isinstance(model, torch.jit.ScriptModule):       # such a part of a model has no plan
         check_model(model, compiled=True)
     call = planned_call_of(model)
@@ -212,18 +208,29 @@ def applied(model: nn.Module) -> PlannedModule | None:
 def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
          budget: int | float | str, loss: Callable[..., Any] | None = None, loss_args: Sequence[Any] = (),
          device: GPU | str | None = None, **options: Unpack[Options]) -> Plan:
-    """Return the plan that `wrap` would follow, without generating code. Arguments and errors are those of
-    `wrap`.
+    """Return the plan that `wrap` would follow, without generating code.
 
-    `device`: a GPU to plan for, which this machine need not have (`rkmate.devices.H100`, or ``"h100"``).
-    Times are then estimates, ``budget="auto"`` is the memory that the GPU has left for a step, and the model
-    may be on the CPU or on the meta device. The plan's note says what is unknown; see [planning
-    elsewhere](planning-elsewhere.md).
+    Args:
+        model: the module to train.
+        args, kwargs: sample inputs of its forward, of the size that it will be trained with.
+        budget: bytes (int), text ("600MiB", "50%"), a float in (0, 1], which is a fraction of the model's own
+            peak, or ``"auto"``, as for `wrap`.
+        loss, loss_args: a loss that the plan includes, and its arguments after the output, as for `wrap`.
+        device: a GPU to plan for, which this machine need not have (`rkmate.devices.H100`, or ``"h100"``).
+            Times are then estimates, ``budget="auto"`` is the memory that the GPU has left for a step, and
+            the model may be on the CPU or on the meta device. The plan's note says what is unknown; see
+            [planning elsewhere](planning-elsewhere.md).
+        options: `rkmate.Options`, as for `wrap`.
+
+    Raises:
+        InfeasibleBudget: no schedule fits; ``.minimum_bytes`` is the smallest budget.
+        CaptureError: the model has no static graph; the message names the operation and the line.
+        RkmateError: the other errors of `wrap`.
     """
     call = chosen(options, plan)
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
-    with elsewhere.on_gpu(gpu, model):
+    with elsewhere.on_gpu(gpu, model), _parts_named(model, call.settings):
         planning, traced = _traced(model, args, kwargs, budget, call, gpu)
         made = make_plan(traced, planning.budget, planning.planner).plan
     return elsewhere.told(made, gpu)
@@ -236,15 +243,27 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     """Return plans along the curve of time against memory, from the largest budget to the smallest.
 
     One capture and one measurement serve all plans, and so do the options of a graph's blocks (larger tiles
-    of a head have options of their own). Without `budgets`: ten steps from the model's own peak to the
-    smallest budget that the original's operations can meet. The result is a sequence of plans that can be
-    drawn (``.plot("curve.svg")``). Raises `InfeasibleBudget` if one of `budgets` cannot be met, and otherwise
-    as `wrap`. `device`: as for `plan`.
+    of a head have options of their own). The result is a sequence of plans that prints as a table and can be
+    drawn (``.plot("curve.svg")``).
+
+    Args:
+        model: the module to train.
+        args, kwargs: sample inputs of its forward, of the size that it will be trained with.
+        budgets: bytes, text or fractions, each as for `wrap`. None: ten steps from the model's own peak to
+            the smallest budget that the original's operations can meet.
+        loss, loss_args: a loss that the plans include, and its arguments after the output, as for `wrap`.
+        device: a GPU to plan for, which this machine need not have, as for `plan`.
+        options: `rkmate.Options`, as for `wrap`.
+
+    Raises:
+        InfeasibleBudget: one of `budgets` cannot be met; ``.minimum_bytes`` is the smallest budget.
+        CaptureError: the model has no static graph; the message names the operation and the line.
+        RkmateError: the other errors of `wrap`.
     """
     call = chosen(options, tradeoff)
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
-    with elsewhere.on_gpu(gpu, model):
+    with elsewhere.on_gpu(gpu, model), _parts_named(model, call.settings):
         args, kwargs = checked_sample(model, args, kwargs)
         wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
         planning = _planning(1.0, None, call, gpu)
@@ -267,7 +286,8 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
         make_inputs: function from a batch size to ``args``, or to ``(args, kwargs)`` with a tuple and a dict.
         device_memory: memory of the whole device, in bytes or text ("24GiB"); parameters, buffers, gradients
             and optimizer state are subtracted. None: the free memory of the model's CUDA device.
-        optimizer_states: see `auto_budget`.
+        optimizer_states: number of tensors of a parameter's size that the optimizer keeps for each
+            parameter: 2 for Adam and AdamW, 1 for SGD with momentum, 0 for SGD.
         most: largest batch size to try.
         device: a GPU to plan for, as for `plan`: costs are then estimated, and `device_memory` is the GPU's
             by default.
@@ -304,7 +324,8 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
     one plans, and otherwise at most for the group's timeout.
 
     Args:
-        model, args, kwargs, budget: as for `plan`, equal in all processes.
+        model, args, kwargs, budget: the module, sample inputs of its forward, and the budget, as for `plan`;
+            equal in all processes.
         group: the process group; the default group by default.
         new_shapes: what happens to calls that are not planned yet. ``"shared"``: the processes compare them,
             and the first one plans for all, so every process has to make each such call. ``"own"``: each
@@ -367,6 +388,19 @@ def _traced(model: nn.Module, args: Any, kwargs: Any, budget: Any, call: Chosen,
     planning = _planning(_in_bytes(budget, model), None, call, gpu)
     with flags_to_plan(model, call.settings.run.training):
         return planning, trace(model, args, kwargs, planning.settings, Progress(call.progress))
+
+
+@contextmanager
+def _parts_named(model: nn.Module, settings: Settings) -> Iterator[None]:
+    """Add to the error about a model that cannot be captured that its parts can be planned."""
+    try:
+        yield
+    except CaptureError as error:
+        if settings.parts == "never" or not any(model.children()):
+            raise
+        raise CaptureError(f"{str(error).rstrip('.')}. rkmate.apply(model, budget=...), or wrap with "
+                           "settings=rkmate.Settings(parts=\"auto\"), plans the parts of such a model "
+                           "that can be planned ('By parts' in docs/recipes.md).") from error
 
 
 def _in_bytes(budget: Any, model: nn.Module) -> Any:

@@ -44,13 +44,14 @@ class Rates:
     seconds_per_call: float
     """Seconds of an operation, however small it is."""
     host_bytes_per_second: float = 12e9
-    """Between its memory and the host's, each way at once."""
+    """Rate of copies between the device's memory and the host's, in each direction while it copies in
+    both."""
     peer_bytes_per_second: float = 2e9
-    """Rate at which it sends to another device in a collective."""
+    """Rate at which the device sends to another one in a collective."""
     seconds_per_exchange: float = 5e-5
     """Seconds of a collective, however small it is."""
     network_bytes_per_second: float = math.inf
-    """Rate at which it sends to a device of another machine: that of its own adapter."""
+    """Rate at which the device sends to another machine: that of its own adapter."""
     peers: int = 8
     """Devices in a machine."""
 
@@ -105,7 +106,7 @@ class GPU:
 
     @property
     def expected(self) -> Rates:
-        """The rates to reckon with."""
+        """Rates that large operations reach: the published ones times `reached`."""
         r, share = self.rates, self.reached
         return Rates(share * r.bytes_per_second, share * r.flops_per_second,
                      {k: share * v for k, v in r.product_flops_per_second.items()}, self.launch_seconds,
@@ -161,15 +162,15 @@ def known(name: str) -> GPU | None:
 
 
 def called(name: str) -> GPU | None:
-    """Return the GPU that torch means by a name ("NVIDIA A100-SXM4-80GB"), of several sizes the one in it;
-    None for others."""
+    """Return the GPU that torch means by a name ("NVIDIA A100-SXM4-80GB"); None if it is not known. Of GPUs
+    that differ only in memory, return the one whose size the name has."""
     sizes = {word.removesuffix("GB") for word in name.replace("-", " ").split()}
     found = [gpu for gpu in NAMES.values() if gpu.is_called(name)]
     return max(found, key=lambda gpu: len(sizes & set(gpu.name.split()[2:])), default=None)
 
 
 def checked(device: GPU | str) -> GPU:
-    """Return a GPU, or the one of a name. Raises `ArgumentError`."""
+    """Return the GPU, or the known GPU of that name. Raises `ArgumentError` for any other value."""
     found = known(device) if isinstance(device, str) else device
     if not isinstance(found, GPU):
         raise ArgumentError(f"device is {device!r}; it should be a rkmate.devices.GPU, or one of "

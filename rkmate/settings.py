@@ -28,9 +28,7 @@ class Options(TypedDict, total=False):
     For an option that is left out, or None, the value in `settings` holds.
 
     Choices that a project makes once, or that few users make (the source of costs, the planner, gradients in
-    place, what a planned module does with new shapes), are fields of `rkmate.Settings` instead. `rkmate.wrap`
-    therefore has twelve parameters: the model, its sample inputs, a budget or a plan, the loss, and these
-    five.
+    place, what a planned module does with new shapes), are fields of `rkmate.Settings` instead.
     """
 
     calls: int | None

@@ -55,7 +55,8 @@ class Bench:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self._folder.cleanup()
             raise ArgumentError(f"{type(self._model).__name__} cannot be pickled, so it cannot be "
-                                f"measured in a process of its own: {error}") from error
+                                f"measured in a process of its own: {error}. Leave measure=True out, or "
+                                "define it at the top of a module") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
@@ -186,7 +187,8 @@ def loss_of(output: Any, trains: Trains = None) -> torch.Tensor:
     able = [t for t in tensors if t.requires_grad]
     scalars = [t for t in able if t.dim() == 0]
     if not able:
-        raise ArgumentError("no output requires a gradient, so there is no loss to train")
+        raise ArgumentError("no output requires a gradient, so there is no loss to train: check "
+                            "requires_grad, or return a loss")
     return _sum([_number(t) for t in scalars or able])
 
 

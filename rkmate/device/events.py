@@ -114,7 +114,8 @@ def tracking() -> Iterator[None]:
     """
     with sizes_remembered() as is_possible:
         if not is_possible:
-            raise MeterError("this build of torch cannot remember the sizes of CPU blocks")
+            raise MeterError("this build of torch cannot remember the sizes of CPU blocks, so memory cannot "
+                             "be measured here: install a release that rkmate was tested with")
         with _Tracked.lock:
             _Tracked.depth += 1
         try:
@@ -166,8 +167,8 @@ def stay_open(meter: PartsMeter, stop: Callable[[], None], is_over: Callable[[],
     """
     thread = thread_of(meter)
     if thread is not None and with_schedules():
-        raise MeterError("a profiler has a schedule, and may start: memory cannot be measured from one call "
-                         "to another beside it")
+        raise MeterError("a profiler has a schedule, and may start: until it has ended, memory cannot be "
+                         "measured from one call to another")
     running = ExitStack()
     running.enter_context(meter.running())
     give_way_by(stop, thread)

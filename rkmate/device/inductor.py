@@ -91,7 +91,7 @@ class Fused:
             if sum(copied) > TOLD:
                 warn(f"{self._function.__name__}, a compiled group of operations, gets tensors in another "
                      f"layout than in the trace: {sum(copied):,} bytes are copied for each call, outside of "
-                     "the plan")
+                     "the plan. Pass inputs and gradients in the layout of the sample (.contiguous())")
         return found
 
 
@@ -146,6 +146,16 @@ def check_compiler(device: torch.device) -> None:
     if not compiler.has_triton():
         raise CompilerError(f"no Triton, which compile=True needs on {device.type}: install it (`pip install "
                             'triton`), or pass compile="auto" or compile=False')
+
+
+def try_compiler(device: torch.device) -> None:
+    """Compile the smallest group, as there may be a compiler and no headers. Raises `CompilerError`."""
+    check_compiler(device)
+    fused(form_of(torch.empty(2, device=device)))(_one_more).compile()
+
+
+def _one_more(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x + 1,)
 
 
 def version() -> str:

@@ -61,7 +61,7 @@ class KeptPages:
 def keep_pages() -> KeptPages:
     """Let this process keep the memory that tensors on the CPU free, so that steps need no fresh pages.
 
-    This holds for the whole process, and for all tensors that its main thread makes, gradients included,
+    The effect covers the whole process, and all tensors that its main thread makes, gradients included,
     whether planned by rkmate or not. Bytes that count against a budget do not change. Resident memory is that
     of the largest step so far, plus holes between blocks; other processes cannot use the free part. After the
     end, the heap returns blocks of 32 MiB and more as they are freed, whatever thresholds the environment has
@@ -69,7 +69,7 @@ def keep_pages() -> KeptPages:
     says so.
 
     Returns:
-        An object whose `release()` ends this; also a context: ``with rkmate.keep_pages(): train()``.
+        An object whose `release()` ends the effect; also a context: ``with rkmate.keep_pages(): train()``.
     """
     global _keeping
     with _lock:

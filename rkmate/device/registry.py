@@ -59,7 +59,8 @@ def common(tensors: Iterable[torch.Tensor]) -> Device:
     accelerators = [d for d in devices.values() if not d.host]
     if len(accelerators) > 1:
         raise ArgumentError(f"the model and its inputs are on several devices: "
-                            f"{', '.join(sorted(map(str, devices)))}; a plan is for one device")
+                            f"{', '.join(sorted(map(str, devices)))}; a plan is for one device: move "
+                            "them to one, or plan the parts on each (rkmate.apply(part, budget=...))")
     return next(iter(accelerators or devices.values()), of("cpu"))
 
 

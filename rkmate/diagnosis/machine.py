@@ -192,23 +192,16 @@ def _gpu(name: str, hardware: str, where: Device) -> Finding:
 
 def _compiler() -> Finding:
     """Compile the smallest group, as ``compile="auto"`` does."""
-    import torch
-
     from rkmate import device as devices
-    from rkmate.device.inductor import check_compiler, form_of, fused
+    from rkmate.device.inductor import try_compiler
 
     device = next(iter(devices.accelerators().values()), devices.of("cpu")).torch_device
     try:
-        check_compiler(device)
-        fused(form_of(torch.empty(2, device=device)))(_next).compile()
+        try_compiler(device)
     except CompilerError as error:
         what, _, remedy = str(error).partition(": ")
         return Finding("compiler", "missing", f"compile=True does not work here ({what})", remedy)
     return Finding("compiler", "works", f"compile=True works for {device}")
-
-
-def _next(x: Any) -> Any:
-    return (x + 1,)
 
 
 # -- what planning uses ----------------------------------------------------------------------------

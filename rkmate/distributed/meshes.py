@@ -78,11 +78,15 @@ class RankEstimate:
     """The memory that one rank of a mesh needs for training, and the time of its step. Bytes and seconds."""
 
     mesh: Mapping[str, int]
+    """Size of each dimension of the mesh, by its name."""
     device: str
+    """Name of the GPU of each rank."""
     memory_bytes: int
+    """Memory of that GPU."""
     parameter_bytes: int
     """Parameters and buffers that the rank holds."""
     gradient_bytes: int
+    """Gradients of the parameters that the rank holds."""
     optimizer_bytes: int
     """States of AdamW, in the types of the parameters."""
     step_bytes: int
@@ -125,9 +129,9 @@ def estimate(plan: Plan, model: nn.Module, mesh: DeviceMesh, device: GPU | str) 
     """Return the memory and time of one rank that trains with a plan.
 
     Args:
-        plan: of `rkmate.plan`, with the same model and device.
+        plan: the plan that `rkmate.plan` returned for this model and device.
         model: the model that was planned.
-        mesh: of `fake_mesh`.
+        mesh: the mesh that `fake_mesh` provides.
         device: the GPU of each rank.
     """
     gpu, names = checked(device), mesh.mesh_dim_names or ()

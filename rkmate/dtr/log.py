@@ -60,6 +60,7 @@ class Program:
     """The content of a log."""
 
     steps: list[Compute | Retain | Release]
+    """Operations, and where the program keeps or releases a tensor, in order."""
     names: list[str]
     """Names of the tensors, by number."""
     storages: list[int]

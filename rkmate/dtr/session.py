@@ -146,7 +146,7 @@ class Session:
 
     def __enter__(self) -> Session:
         if self._engine is not None or getattr(_ACTIVE, "session", None) is not None:
-            raise RuntimeStateError("a block under rkmate.dtr cannot stand inside another one")
+            raise RuntimeStateError("a block under rkmate.dtr cannot be inside another one: leave one out")
         writer = None
         if self._log is not None:
             if hasattr(self._log, "write"):
@@ -177,7 +177,7 @@ class Session:
         """Watch operations again after ``pause``. Raises ``RuntimeStateError`` if another session is
         running in this thread."""
         if getattr(_ACTIVE, "session", None) is not None:
-            raise RuntimeStateError("a block under rkmate.dtr cannot stand inside another one")
+            raise RuntimeStateError("a block under rkmate.dtr cannot be inside another one: leave one out")
         assert self._engine is not None
         _ACTIVE.session = self
         # Each operation leaves a few objects: without this, full garbage collections, which walk

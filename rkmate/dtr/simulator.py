@@ -19,9 +19,11 @@ class Result:
     """Result of a replay."""
 
     heuristic: str
+    """Name of the heuristic."""
     budget: int
-    """Bytes."""
+    """Bytes that the replay may hold."""
     status: Status
+    """How the replay ended: ``ok``, ``thrash`` or ``OOM``."""
     clock: int
     """Time at the end, or where the run stopped; it starts at 1. The log's unit."""
     model_compute: int

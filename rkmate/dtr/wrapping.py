@@ -128,7 +128,8 @@ class _Batch:
         """Run the backward. Returns gradients of the inputs and the parameters."""
         if self.spent:
             raise BackwardError(
-                "a second backward through one forward: its activations are gone after the first"
+                "a second backward through one forward: its activations are gone after the first. Add the "
+                "losses and call one backward, or use the context manager (rkmate.dtr(budget=...))"
             )
         self.spent = True
         wanted = [t for t in self.inner if t.requires_grad]

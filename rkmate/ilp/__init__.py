@@ -8,7 +8,6 @@ from rkmate.ilp.grid import BlockSolution, OptionSet, block_options, solve_block
 from rkmate.ilp.highs import Status
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ilp.solve_all import solve_options
-from rkmate.support.cache import cache_folder
 
 __all__ = [
     "BlockSolution",
@@ -17,7 +16,6 @@ __all__ = [
     "OptionSettings",
     "Status",
     "block_options",
-    "cache_folder",
     "solve_block",
     "solve_options",
 ]

@@ -20,7 +20,7 @@ from rkmate.errors import ScheduleError
 from rkmate.ilp.grid import OptionSet, evaluate_option, undominated
 from rkmate.ilp.settings import OptionSettings
 from rkmate.ir.cd import CDGraph
-from rkmate.support.cache import keep_newest_once, read_json, write_json
+from rkmate.support.cache import read_json, store_json
 from rkmate.support.version import source_state
 from rkmate.support.warn import warn
 
@@ -109,11 +109,8 @@ class OptionCache:
         path = self._path(graph, settings)
         entry = {"times": [c.time for c in graph.c], "timed_out": found.timed_out,
                  "backward": [list(o.backward) for o in found.options]}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, entry)
-            keep_newest_once(path.parent)
-        except OSError as error:
+        error = store_json(path, entry)
+        if error is not None:
             warn(
                 f"the cache folder {self.folder} cannot be written ({error.strerror}): these "
                 "options will be solved again next time; RKMATE_CACHE_DIR names another folder")

@@ -217,6 +217,12 @@ class Work:
         return self.is_over
 
 
+_LEFT_OUT = ("feasibility_jump", "rins", "rens")
+"""Heuristics of the solver that cost more than they find. The first looks for a first solution, which most
+programs are given. The others solve a smaller program for a better solution, at work that no check of limits
+sees: half of a search's time for schedules that were the same."""
+
+
 class Highs:
     """A program inside HiGHS, on one thread, so that several can be solved side by side."""
 
@@ -229,9 +235,8 @@ class Highs:
             self._highs: Any = highspy.Highs()
         self._highs.setOptionValue("output_flag", False)
         self._highs.setOptionValue("threads", 1)
-        # A heuristic for a first solution, which most programs have. It takes longer than the rest of a
-        # small program's solve.
-        self._highs.setOptionValue("mip_heuristic_run_feasibility_jump", False)
+        for heuristic in _LEFT_OUT:
+            self._highs.setOptionValue(f"mip_heuristic_run_{heuristic}", False)
         self._highs.setOptionValue("mip_allow_restart", restarts)
         program.handed_over(self._highs)
         self._index = program.columns

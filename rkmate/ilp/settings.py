@@ -11,7 +11,7 @@ from rkmate.support.defaults import Default
 
 @dataclass(frozen=True)
 class OptionSettings:
-    """Settings of the option stage. The settings are part of the cache key."""
+    """Limits of the integer programs that find the options of blocks. They are part of the cache key."""
 
     grid: tuple[int, int] = (20, 20)
     """Number of thresholds for (M_peak, M_save). Rockmate, section 3.3 and figure 4."""
@@ -27,8 +27,8 @@ class OptionSettings:
     """Seconds of solving for all blocks of a model, on all cores. Each block gets at most its share of the
     time that is left when its turn comes."""
     gap: float = 1e-3
-    """A solution counts as optimal if it is proven within this fraction of the block's own time (forward and
-    backward, nothing recomputed)."""
+    """Fraction of the block's own time (forward and backward, nothing recomputed) within which a solution
+    counts as optimal, if that is proven."""
     eager: bool = True
     """Let a stage recompute data that only a later stage reads. The optimum is never worse; the program is
     somewhat larger."""

@@ -17,7 +17,8 @@ from rkmate.settings import Options, check_no_settings_of_wrap, chosen
 try:
     from lightning.pytorch import Callback
 except ImportError as error:
-    raise MissingExtra("the callback for Lightning needs it: pip install lightning") from error
+    raise MissingExtra("rkmate.integrations.lightning.BudgetCallback needs Lightning: "
+                       "pip install lightning") from error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,10 +27,11 @@ logger = logging.getLogger("rkmate")
 
 
 class BudgetCallback(Callback):
-    """``Trainer(callbacks=[BudgetCallback("6GiB")])``: the module that is trained keeps to a budget.
+    """A callback that trains a LightningModule inside a memory budget:
+    ``Trainer(callbacks=[BudgetCallback("6GiB")])``.
 
-    `rkmate.apply` is called with it before training, and `rkmate.remove` afterwards; in between a plan is
-    made for the first real batch. Checkpoints, ``validate``, ``test`` and ``predict`` are as without. The
+    The callback calls `rkmate.apply` before training, and `rkmate.remove` afterwards; in between, a plan is
+    made for the first real batch. Checkpoints, ``validate``, ``test`` and ``predict`` work as without it. The
     trainer's loggers get the figures of each plan (`rkmate.integrations.PlanLog`).
     """
 
@@ -38,13 +40,13 @@ class BudgetCallback(Callback):
         """Make a callback for one `Trainer.fit`, or for several.
 
         Args:
-            budget: as for `rkmate.wrap`.
+            budget: bytes (int), text ("6GiB", "50%"), or a float in (0, 1], as for `rkmate.wrap`.
             module: the name of the part of the LightningModule whose calls are planned (``"net"``,
                 ``"model.encoder"``; ``""`` is the LightningModule itself). Unless given: the attribute that
                 has nearly all of the parameters; else the LightningModule itself, whose calls in
                 ``training_step`` (``self(x)``) are planned, and otherwise those of its layers, by parts. What
-                ``training_step`` computes outside of it (the loss, often) is not planned: room is left
-                for it, as for `rkmate.wrap`.
+                ``training_step`` computes outside of that part (often the loss) is not planned: the budget
+                reserves room for it, as for `rkmate.wrap`.
             options: `rkmate.Options`, as for `rkmate.apply`.
 
         Raises:

@@ -18,8 +18,8 @@ Write = Callable[[Mapping[str, float], int | None], object]
 
 
 class PlanLog:
-    """Logs the figures of a module's plans, each plan once: ``log = PlanLog(model, to=writer)`` before the
-    training, ``log(step)`` after each of its steps. A call without a new plan does nothing.
+    """A logger of the figures of a module's plans, each plan once: ``log = PlanLog(model, to=writer)`` before
+    the training, ``log(step)`` after each step. A call without a new plan does nothing.
 
     The figures are ``rkmate/peak_bytes``, ``rkmate/budget_bytes``, ``rkmate/plain_peak_bytes`` (without
     rematerialization), ``rkmate/overhead`` (the step's extra time, as a fraction),

@@ -28,7 +28,7 @@ logger = logging.getLogger("rkmate")
 
 
 class _BudgetCallback:
-    """Lets a Trainer train inside a memory budget: ``Trainer(..., callbacks=[BudgetCallback("6GiB")])``.
+    """A callback that trains inside a memory budget: ``Trainer(..., callbacks=[BudgetCallback("6GiB")])``.
 
     When training begins, a budget is applied (`rkmate.apply`) to the model that Trainer was given: inside of
     what accelerate wraps around it, so that it is saved, evaluated and loaded as usual. The first batch is
@@ -37,10 +37,11 @@ class _BudgetCallback:
     a context around the training (``with BudgetCallback(...) as budget:``); `rkmate.remove` removes it.
 
     Args:
-        budget: as for `rkmate.apply`: it bounds each forward with its backward, so gradient accumulation
-            takes no more than one batch.
-        log_to: where the figures of each plan are logged: as for `rkmate.integrations.PlanLog`.
-        options: `rkmate.Options`, as for `rkmate.apply`: with ``calls=2``, the model is called twice before
+        budget: bytes (int), text ("6GiB", "50%"), a float in (0, 1], or ``"auto"``, as for `rkmate.apply`. It
+            bounds each forward with its backward, so gradient accumulation takes no more than one batch.
+        log_to: where the figures of each plan are logged: a ``SummaryWriter``, a run of Weights & Biases, or
+            a function of the figures and the step, as for `rkmate.integrations.PlanLog`.
+        options: `rkmate.Options`, as for `rkmate.apply`. With ``calls=2``, the model is called twice before
             each backward.
 
     Raises:

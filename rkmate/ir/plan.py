@@ -82,22 +82,30 @@ class PlanData:
     """
 
     planner: str
+    """Name of the planner that was asked."""
     budget_bytes: int
+    """Limit of the peak."""
     peak_bytes: int
+    """Predicted peak of a step, on top of the memory in use before it."""
     baseline_peak_bytes: int
     """Predicted peak without rematerialization. Fractional budgets refer to this peak, so it counts values
     that are computed before the step, copies to undo a forward, and tensors that the caller holds.
     `budget_bytes` and `peak_bytes` exclude these."""
     step_seconds: float
+    """Predicted time of a step."""
     baseline_seconds: float
+    """Predicted time of a step without rematerialization."""
     bound_seconds: float | None
     """Lower bound, in seconds, of every schedule within the budget that runs each backward computation once,
     in order; None if the planner knows no bound."""
     minimum_bytes: int | None
     """Smallest budget, in bytes, that the planner is known to meet; None if planning did not compute it."""
     blocks: tuple[BlockInfo, ...]
+    """Blocks of the chain, in the order of the forward."""
     runs: tuple[Run, ...]
+    """Runs of blocks, in the order of the schedule."""
     schedule: Schedule
+    """Steps of the plan: what is computed, freed and copied, in order."""
     fingerprint: str
     """Fingerprint of the model's graph: a plan serves every model with the same fingerprint."""
     costs: tuple[Cost, ...]
@@ -105,6 +113,8 @@ class PlanData:
     graph: GraphSummary = field(repr=False)
     """Summary of the graph that the schedule runs over, for pictures and tables."""
     note: str = ""
+    """Sentences about the plan: the planner whose schedule was taken, and what the plan replaces or leaves
+    out."""
     variant: str = "plain"
     """Variant of the model's graph that the schedule runs over."""
     deferred: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from rkmate.graph.ops.properties import is_view
 from rkmate.graph.passes.tiles.tiled import InTiles
 from rkmate.ir.cd import HOISTED, CDGraph, Cost, Kernel
 from rkmate.measure.temporaries import bytes_of, temporary_bytes
-from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.nodes import VALUE, tensors_of
 from rkmate.torch_seam.schema import flop_formula, operator_name
 
 Costs = dict[int, Cost]
@@ -63,7 +63,7 @@ def bytes_moved(node: fx.Node) -> int:
 
 def _rates(node: fx.Node) -> Rates:
     """Return the rates of the device that an operation runs on."""
-    return devices.common(_tensors([n.meta[VALUE] for n in (node, *node.all_input_nodes)])).rates
+    return devices.common(tensors_of([n.meta[VALUE] for n in (node, *node.all_input_nodes)])).rates
 
 
 def _seconds_of_tiles(tiled: InTiles) -> float:
@@ -83,7 +83,7 @@ def _seconds_of_arithmetic(node: fx.Node, rates: Rates) -> float:
         return _numel(node.meta[VALUE]) / rates.flops_per_second
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
     flops = float(count(*args, **kwargs, out_val=node.meta[VALUE]))
-    dtype = str(_tensors([n.meta[VALUE] for n in node.all_input_nodes])[0].dtype).removeprefix("torch.")
+    dtype = str(tensors_of([n.meta[VALUE] for n in node.all_input_nodes])[0].dtype).removeprefix("torch.")
     return flops / rates.of_products(dtype, tf32=_may_be_tf32(node.target))
 
 
@@ -94,18 +94,12 @@ def _may_be_tf32(function: Any) -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, (tuple, list)) else []
-
-
 def _numel(value: Any) -> int:
-    return sum(math.prod(t.shape) for t in _tensors(value))
+    return sum(math.prod(t.shape) for t in tensors_of(value))
 
 
 def _bytes(value: Any) -> int:
-    return sum(math.prod(t.shape) * t.element_size() for t in _tensors(value))
+    return sum(math.prod(t.shape) * t.element_size() for t in tensors_of(value))
 
 
 # -- Find what an operation does in every schedule: its smallest memory, and the input that it overwrites ---

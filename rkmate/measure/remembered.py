@@ -19,7 +19,7 @@ from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of
 from rkmate.graph.ops.properties import is_view, kind_of_number
 from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.settings import MeasureSettings
-from rkmate.support.cache import keep_newest_once, read_json, write_json
+from rkmate.support.cache import read_json, store_json
 from rkmate.torch_seam.nodes import VALUE
 
 # -- Memories of costs -----------------------------------------------------------------------------
@@ -65,14 +65,8 @@ class CostMemory:
         """Remember the costs of a block."""
         key = _key(text, device, settings)
         self._known[key] = numbers
-        if self._folder is None:
-            return
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_json(self._folder / f"{key}.json", [c.row() for c in numbers])
-            keep_newest_once(self._folder)
-        except OSError:
-            return          # a folder that cannot be written costs time later, nothing else
+        if self._folder is not None:
+            store_json(self._folder / f"{key}.json", [c.row() for c in numbers])
 
 
 def _key(text: str, device: Device, settings: MeasureSettings) -> str:

@@ -16,12 +16,11 @@ class MeasureSettings:
     repeats: int = 2
     """Walks over the blocks in each pass, in which each operation is timed once, at most."""
     enough_seconds: float = 0.05
-    """An operation that has been timed for this many seconds is not repeated further in a pass."""
+    """Seconds of timing after which an operation is not repeated further in a pass."""
     share: float = 0.4
-    """If all these runs would take longer than `least_seconds`, they may take this fraction of the seconds
-    that one step's operations take (operations that are already known do not count). Each operation gets
-    equal time: short operations run often, long ones once or twice. The run for temporary memory counts,
-    too."""
+    """Fraction of the seconds of one step's operations that all runs may take together, if they would take
+    longer than `least_seconds` (operations that are already known do not count). Each operation gets equal
+    time: short operations run often, long ones once or twice. The run for temporary memory counts, too."""
     least_seconds: float = 3.0
     """Seconds that the runs may always take."""
     cold: bool | None = None

@@ -84,8 +84,10 @@ def measure_step(module: nn.Module, step: Callable[[], T], *, timeline: bool = T
     trained = [p for p in module.parameters() if p.requires_grad]
     places = {p.device for p in module.parameters()}
     if len(places) != 1:
-        raise ArgumentError("the module has no parameters" if not places else
-                            f"the module stands on several devices: {', '.join(map(str, places))}")
+        raise ArgumentError("the module has no parameters, which tell the device to measure: measure a "
+                            "module that contains them" if not places else "the module is on several "
+                            f"devices: {', '.join(sorted(map(str, places)))}; measure the part on each "
+                            "by itself")
     device = devices.of(places.pop())
     before = [None if p.grad is None else p.grad.detach().clone() for p in trained]
     try:

@@ -17,7 +17,7 @@ from rkmate.graph.ops.temporaries import bytes_on_gpu, temporaries_of
 from rkmate.graph.passes.fusion import Cluster
 from rkmate.graph.passes.tiles.tiled import Alternative, InTiles
 from rkmate.ir.cd import Cost
-from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.nodes import VALUE, tensors_of
 
 # -- Temporary memory of compiled groups, for costs that are estimated and not measured ------------
 
@@ -117,7 +117,7 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     if isinstance(node.target, InTiles):
         return tile_bytes(node.target)
     inputs = [v for n in node.all_input_nodes if isinstance(v := n.meta[VALUE], torch.Tensor)]
-    outputs = _tensors(node.meta[VALUE])
+    outputs = tensors_of(node.meta[VALUE])
     if not all(devices.of(t).cpu_kernels for t in (*inputs, *outputs)):
         here = devices.common((*inputs, *outputs)).elsewhere is None
         return 0 if here else bytes_on_gpu(node.target, inputs)
@@ -145,9 +145,3 @@ def tile_bytes(tiled: InTiles) -> int:
     """Return the bytes that one tile takes in addition to its results, including the temporary memory of its
     operations."""
     return tiled.tile_bytes(lambda n: temporary_bytes(n, random=False))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, (tuple, list)) else []

@@ -52,7 +52,8 @@ class AwayBytes:
             away = sum(c.away_bytes for c in self._calls) + size
             if self._most is not None and away > self._most:
                 raise OffloadError(f"{self._place}: {size:,} more bytes would make {away:,} bytes there, "
-                                   f"and the limit is {self._most:,} (most_bytes)")
+                                   f"and the limit is {self._most:,} (most_bytes): raise the limit, or plan "
+                                   "for all calls before a backward (calls=)")
             call.away_bytes += size
 
 

@@ -35,10 +35,9 @@ from rkmate.budget import parse_budget
 from rkmate.device import Device
 from rkmate.devices import DISK_BYTES_PER_SECOND, DISK_SECONDS_PER_COPY
 from rkmate.errors import ArgumentError
-from rkmate.ilp import cache_folder
 from rkmate.ir.link import Link
 from rkmate.offload.protocol import CopyEngine
-from rkmate.support.cache import read_json, write_json
+from rkmate.support.cache import cache_folder, read_json, store_json
 from rkmate.support.processes import cores
 
 # -- The user's choice -----------------------------------------------------------------------------
@@ -386,14 +385,8 @@ def _found(key: str, folder: Path | None) -> Rates | None:
 
 def _remember(key: str, folder: Path | None, rates: Rates) -> None:
     _known[key] = rates
-    if folder is None:
-        return
-    try:
-        file = _file(folder, key)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, list(rates))
-    except OSError:
-        return              # a folder that cannot be written costs time later, nothing else
+    if folder is not None:
+        store_json(_file(folder, key), list(rates))
 
 
 def _file(folder: Path, key: str) -> Path:

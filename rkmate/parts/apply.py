@@ -33,7 +33,7 @@ from rkmate.runtime.kept_plans import (
     Prototype,
     Specialization,
 )
-from rkmate.runtime.module import FirstStep, NewShape, PlannedModule
+from rkmate.runtime.module import FirstStep, PlannedModule
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import (
@@ -79,10 +79,10 @@ class _Planned(Follower):
     first_step: FirstStep | None
     """Measurement of the first planned step."""
 
-    def __init__(self, model: nn.Module, run: Callable[..., Any], planning: Planning, verify: bool,
-                 on_new_shape: NewShape, refused: Refused | None = None,
-                 plans: tuple[Plan | Prototype, ...] = (), within: Sharded | None = None) -> None:
-        super().__init__(model, planning, verify, on_new_shape, plans)
+    def __init__(self, model: nn.Module, run: Callable[..., Any], planning: Planning,
+                 refused: Refused | None = None, plans: tuple[Plan | Prototype, ...] = (),
+                 within: Sharded | None = None) -> None:
+        super().__init__(model, planning, plans)
         self.__dict__.update(_run=run, _refused=refused, _within=within, first_step=None)
 
     def _new_signature(self, key: Any, args: tuple[Any, ...],
@@ -122,10 +122,9 @@ class PlannedCall:
     is_planned = True
     """Distinguishes this call from a compiled call."""
 
-    def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape,
-                 refused: Refused | None = None, plans: tuple[Plan | Prototype, ...] = (),
-                 parts: Parts | None = None, sharded: Sharded | None = None,
-                 within: Sharded | None = None) -> None:
+    def __init__(self, model: nn.Module, planning: Planning, refused: Refused | None = None,
+                 plans: tuple[Plan | Prototype, ...] = (), parts: Parts | None = None,
+                 sharded: Sharded | None = None, within: Sharded | None = None) -> None:
         self._model = model
         self._compiled = compiled_call(model) if is_compiled_in_place(model) else None
         self._own = model.__dict__.get("forward")
@@ -141,12 +140,12 @@ class PlannedCall:
         self._is_told = False
         if parts is not None:
             refused = parts.instead
-        self._made_with = planning, verify, on_new_shape, refused, plans
+        self._made_with = planning, refused, plans
         self.whole = _Planned(model, self._call, *self._made_with, within)
         self._forward: _Planned | None = None
         if sharded is not None:
             self._forward = _Planned(model, sharded.rest.run, replace(
-                sharded.planning, hooks_outside=True), False, on_new_shape, within=sharded)
+                sharded.planning.unverified, hooks_outside=True), within=sharded)
             sharded.set_up(self._own_forward, self._forward)
         self.method = MethodType(_planned_forward(self), model)
         """The module's planned forward."""
@@ -182,16 +181,15 @@ class PlannedCall:
     def alone(self) -> _Planned:
         """Plans of the forward without what is around it; made when it is called so."""
         if self._forward is None:
-            planning, verify, on_new_shape, refused, plans = self._made_with
+            planning, refused, plans = self._made_with
             self._forward = _Planned(self._model, self._unplanned_forward,
-                                     replace(planning, hooks_outside=True), verify, on_new_shape, refused,
-                                     plans, self.within)
+                                     replace(planning, hooks_outside=True), refused, plans, self.within)
         return self._forward
 
     @property
-    def made_with(self) -> tuple[Planning, bool, NewShape]:
-        """The arguments of `put_plan_into` that plans are made with."""
-        return self._made_with[:3]
+    def planning(self) -> Planning:
+        """What plans of the module are made with."""
+        return self._made_with[0]
 
     @property
     def latest(self) -> _Planned:
@@ -204,9 +202,7 @@ class PlannedCall:
         part of a model, and for sharded modules."""
         if not self._is_of_user:
             return None
-        planning, verify, on_new_shape = self.made_with
-        return (replace(planning, engines=None), verify, on_new_shape, tuple(self.whole._plans.all()),
-                self.as_tensors)
+        return replace(self.planning, engines=None), tuple(self.whole._plans.all()), self.as_tensors
 
     def tell_of_pickle(self) -> None:
         """Say once that a pickle has no plan."""
@@ -332,9 +328,9 @@ def _entered() -> list[_Planned]:
     return parts
 
 
-def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape,
-                  refused: Refused | None = None, plans: tuple[Plan | Prototype, ...] = (),
-                  sharded: Sharded | None = None, within: Sharded | None = None) -> PlannedCall:
+def put_plan_into(model: nn.Module, planning: Planning, refused: Refused | None = None,
+                  plans: tuple[Plan | Prototype, ...] = (), sharded: Sharded | None = None,
+                  within: Sharded | None = None) -> PlannedCall:
     """Replace the call and the forward of a module by planned ones. A plan is made at the first call that
     records gradients; where the settings say so, plans for parts of the module.
 
@@ -351,11 +347,11 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
                 refused(module, error)
                 return True
 
-            put_plan_into(module, planning, False, on_new_shape, told, plans)
+            put_plan_into(module, planning.unverified, told, plans)
 
         parts = Parts(model, planning, put, take_plan_from)
     take_plan_from(model)
-    call = PlannedCall(model, planning, verify, on_new_shape, refused, plans, parts, sharded, within)
+    call = PlannedCall(model, planning, refused, plans, parts, sharded, within)
     if within is sharded is None and is_compiled_in_place(model):
         tell_of_compiled([type(model).__name__])
     model.__dict__.update(zip(_PUT, (call.method, *(MethodType(f, model) for f in _METHODS)), strict=True))
@@ -365,8 +361,7 @@ def put_plan_into(model: nn.Module, planning: Planning, verify: bool, on_new_sha
     return call
 
 
-def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: Planning, verify: bool,
-                          on_new_shape: NewShape) -> None:
+def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: Planning) -> None:
     """Put a plan into each sharded layer of a model, and into the rest of its forward: they share the
     budget of a step."""
     refuse_without_shape(model)
@@ -377,35 +372,33 @@ def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: P
     sharded = Sharded(model, layers, _sharing(planning))
     take_plan_from(model)
     for layer in layers:
-        put_plan_into(layer, sharded.planning_of(layer), verify, on_new_shape, within=sharded)
+        put_plan_into(layer, sharded.planning_of(layer), within=sharded)
     sharded.watch(sharded.units)
-    put_plan_into(model, sharded.planning, verify, on_new_shape, sharded=sharded)
+    put_plan_into(model, sharded.planning, sharded=sharded)
 
 
-def put_plans_into_members(model: nn.Module, planning: Planning, verify: bool,
-                           on_new_shape: NewShape) -> None:
+def put_plans_into_members(model: nn.Module, planning: Planning) -> None:
     """Put a plan into each member of a container, or into its sharded layers: all calls up to an optimizer's
     step share the budget."""
     refuse_without_shape(model)
     stages = Stages(model, _sharing(planning))
     take_plan_from(model)
     for module in stages.planned:
-        put_plan_into(module, stages.planning_of(module), verify, on_new_shape, within=stages)
+        put_plan_into(module, stages.planning_of(module), within=stages)
     stages.watch(m for m in model.children() if m not in stages.planned)
-    put_plan_into(model, stages.planning, verify, on_new_shape, sharded=stages)
+    put_plan_into(model, stages.planning, sharded=stages)
 
 
 def move_plan_into_layers(model: nn.Module, layers: list[nn.Module]) -> None:
     """Share the budget of a module among its layers, which were sharded after `put_plan_into`."""
     call = planned_call_of(model)
     assert call is not None
-    planning, verify, on_new_shape = call.made_with
-    if planning.settings.gradients == "in_place":
+    if call.planning.settings.gradients == "in_place":
         refuse_data_parallelism(*layers)
     if call.latest.has_plan:
         warn(f"{type(model).__name__} was sharded (fully_shard) after it was planned: the plan is dropped, "
              "and each sharded layer is planned at its first call")
-    put_plans_into_layers(model, layers, planning, verify, on_new_shape)
+    put_plans_into_layers(model, layers, call.planning)
 
 
 class PlannedInside(PlannedModule):
@@ -414,8 +407,7 @@ class PlannedInside(PlannedModule):
 
     def _set_up(self, planning: Planning, *made_with: Any) -> None:
         super()._set_up(planning, *made_with)
-        saved, verify, on_new_shape = made_with[:3]
-        put_plan_into(self._original, planning, verify, on_new_shape, plans=saved)
+        put_plan_into(self._original, planning, plans=made_with[0])
 
     def _made_with(self) -> tuple[Any, ...]:
         planning, _, *others = super()._made_with()
@@ -448,11 +440,10 @@ class PlannedInside(PlannedModule):
         return self._run_original(args, kwargs)
 
 
-def wrapped_by_parts(model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape,
-                     training: bool | None, args: tuple[Any, ...], kwargs: dict[str, Any],
-                     plan: Plan | None) -> PlannedModule:
+def wrapped_by_parts(model: nn.Module, planning: Planning, training: bool | None, args: tuple[Any, ...],
+                     kwargs: dict[str, Any], plan: Plan | None) -> PlannedModule:
     """Return a wrapped module that is planned as a whole where that is possible, and by parts otherwise."""
-    module = PlannedInside(model, planning, verify, on_new_shape)
+    module = PlannedInside(model, planning)
     planned = planned_call_of(model)
     assert planned is not None
     planned.plan_now(training, args, kwargs, plan)
@@ -533,8 +524,8 @@ def _set_state_and_plan(model: nn.Module, state: tuple[Any, tuple[Any, ...]]) ->
 def _put_again(model: nn.Module, made_with: tuple[Any, ...] | None) -> None:
     """Put a plan into a copy of a module. `made_with`: `PlannedCall.for_a_copy`."""
     if made_with is not None and planned_call_of(model) is None:
-        planning, verify, on_new_shape, plans, as_tensors = made_with
-        put_plan_into(model, planning, verify, on_new_shape, plans=plans).as_tensors = as_tensors
+        planning, plans, as_tensors = made_with
+        put_plan_into(model, planning, plans=plans).as_tensors = as_tensors
 
 
 _METHODS: tuple[Any, ...] = _state_without_plan, _copy_with_plan, _reduce, _refuse_replicas

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from rkmate.errors import CaptureError, InfeasibleBudget
+from rkmate.graph.blocks.partition import LEAST
 from rkmate.graph.capture.captured import Capture
 from rkmate.graph.ops.properties import ALIASES, COPIES, is_random
 from rkmate.pipeline.part_plans import PartWays, lean_variants, more_ways, ways_of
@@ -27,7 +28,13 @@ from rkmate.runtime.kept_plans import Planning, Prototype, TangentMask, is_alike
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import compiled_call, is_sharded, own_call, replace_call
+from rkmate.torch_seam.modules import (
+    compiled_call,
+    gathers_all_inside,
+    is_sharded,
+    own_call,
+    replace_call,
+)
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.tensors import inside_backward, without_saved_tensor_hooks
 from rkmate.torch_seam.trace import inside_transform
@@ -47,7 +54,8 @@ def sharded_layers(model: nn.Module) -> list[nn.Module]:
     """Return the innermost sharded modules inside of a model, the model itself left out; without those of one
     operation (an embedding, a head), where there are others."""
     sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
-    layers = [m for m in sharded if not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
+    layers = [m for m in sharded if gathers_all_inside(m)
+              and not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
     return [m for m in layers if not is_one_operation(m)] or layers
 
 
@@ -337,6 +345,7 @@ class OneBudget:
         self._model, self._type = model, type(model).__name__
         self.planning = replace(planning, counts_calls=False, settings=replace(
             settings, calls=1, loss_bytes=0, parts="never", deferred_outputs="never",
+            cut=settings.cut if settings.cut.waiting is not None else replace(settings.cut, waiting=LEAST),
             opaque="auto" if settings.opaque == "auto" else ()))
         """How parts are planned."""
         self._told: set[str] = set()

@@ -44,12 +44,12 @@ def training_bytes(model: nn.Module, optimizer_states: int = ADAM_STATES) -> int
 
 
 def auto_budget(model: nn.Module, *, optimizer_states: int = ADAM_STATES) -> int:
-    """Return about how many bytes ``budget="auto"`` leaves for a step.
+    """Return the approximate number of bytes that ``budget="auto"`` leaves for a step.
 
-    This is the free memory of the model's CUDA device (including memory that torch's allocator has cached),
-    minus gradients of parameters that do not exist yet, minus the optimizer's state, minus 4% of the device
-    for fragments. ``budget="auto"`` itself counts the fragments of the actual schedule. Call this function,
-    or `wrap`, before the first step.
+    The result is the free memory of the model's CUDA device (including memory that torch's allocator has
+    cached), minus gradients of parameters that do not exist yet, minus the optimizer's state, minus 4% of the
+    device for fragments. ``budget="auto"`` itself counts the fragments of the actual schedule. Call this
+    function, or `wrap`, before the first step.
 
     Args:
         model: the module, on its device.
@@ -85,7 +85,8 @@ def _left_on_device(model: nn.Module, optimizer_states: int, slack: float) -> in
     result = free - needed - int(slack * memory.total)
     if result <= 0:
         raise ArgumentError(f"nothing is left for a training step on {next(iter(places))}: {free:,} bytes "
-                            f"are free, gradients and optimizer need {needed:,}")
+                            f"are free, gradients and optimizer need {needed:,}. Free memory, or name the "
+                            "optimizer's states (optimizer_states=0 for SGD)")
     return result
 
 
@@ -94,6 +95,7 @@ class BatchSize:
     """The largest batch that fits, and what it costs."""
 
     size: int
+    """Largest batch size that fits."""
     plan: Plan
     """Plan for a step with this batch."""
     budget_bytes: int
@@ -157,7 +159,8 @@ def largest_batch(model: nn.Module, make_inputs: Callable[[int], Any], settings:
             best[:] = [here]
         elif n == 1:
             raise InfeasibleBudget(
-                f"a batch of one needs {peak:,} bytes for its step, and {budget:,} are left", peak)
+                f"a batch of one needs {peak:,} bytes for its step, and {budget:,} are left: take a larger "
+                'device_memory, or try offload=, or Settings(gradients="in_place")', peak)
         return peak
 
     def plain_peak(n: int) -> int:
@@ -227,13 +230,15 @@ def _left_for_step(model: nn.Module, device_memory: int | str | None, optimizer_
                             '("24GiB")')
     whole = parse_budget(device_memory).bytes
     if whole is None:
-        raise ArgumentError(f"device_memory is {device_memory!r}; a share has no meaning here")
+        raise ArgumentError(f"device_memory is {device_memory!r}; a share has no meaning here: give bytes "
+                            '(an int) or text ("24GiB")')
     pinned = sum(map(bytes_held, (*model.parameters(), *model.buffers())))
     pinned += sum(bytes_held(p.grad) for p in model.parameters() if p.grad is not None)
     needed = pinned + training_bytes(model, optimizer_states)
     if needed >= whole:
         raise ArgumentError(f"device_memory is {whole:,} bytes, and parameters, buffers, gradients and "
-                            f"optimizer state alone need {needed:,}")
+                            f"optimizer state alone need {needed:,}: take a device of that size at least, "
+                            "or shard the model")
     return whole - needed
 
 

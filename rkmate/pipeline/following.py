@@ -18,7 +18,6 @@ import torch
 from rkmate import device as devices
 from rkmate.device.inductor import version as compiler_version
 from rkmate.errors import PlanError, ScheduleError
-from rkmate.ilp import cache_folder
 from rkmate.ir.plan import BlockInfo, Run, read_step, step_content
 from rkmate.ir.schedule import Schedule
 from rkmate.pipeline.attempts import Planned, plan_of
@@ -36,7 +35,7 @@ from rkmate.pipeline.settings import RunSettings
 from rkmate.pipeline.variants import Variant, first, named, possible
 from rkmate.planners.protocol import Candidate, Outcome
 from rkmate.show.plan import Plan
-from rkmate.support.cache import keep_newest, read_json, write_json
+from rkmate.support.cache import cache_folder, read_json, store_json
 from rkmate.support.version import source_state
 from rkmate.support.warn import warn
 
@@ -250,7 +249,7 @@ def remember(place: Path, planned: Planned, reason: Reason) -> None:
         "steps": [step_content(s) for s in plan.schedule.steps], "runs": [vars(r) for r in plan.runs],
         "blocks": [vars(b) for b in plan.blocks], **{f: getattr(plan, f) for f in _FIELDS},
         "orders": planned.orders, "said": planned.said, "reason": reason}
-    _write(place, entry)
+    store_json(place, entry, is_small=False)
 
 
 def recall_named(place: Path, refused: Sequence[Refused]) -> Refused | None:
@@ -276,9 +275,9 @@ def recall_named(place: Path, refused: Sequence[Refused]) -> Refused | None:
 def remember_named(place: Path, refused: Refused) -> None:
     """Write the schedule whose peak a refusal names."""
     if refused.least is not None:
-        _write(place, {"fingerprint": refused.prepared.blocked.fingerprint, "note": refused.least.note,
-                       "peak_bytes": refused.least.peak,
-                       "steps": [step_content(s) for s in refused.least.schedule.steps]})
+        store_json(place, {"fingerprint": refused.prepared.blocked.fingerprint, "note": refused.least.note,
+                           "peak_bytes": refused.least.peak,
+                           "steps": [step_content(s) for s in refused.least.schedule.steps]}, is_small=False)
 
 
 def planned_as_named(refused: Refused, planner: str) -> Planned:
@@ -289,13 +288,3 @@ def planned_as_named(refused: Refused, planner: str) -> Planned:
         prepared, Outcome(None, "ok", least.seconds, note=least.note, smallest=least.peak),
         least.schedule, limit)
     return Planned(plan_of(prepared, None, planner, limit, outcome), prepared, said=least.note)
-
-
-def _write(place: Path, entry: dict[str, Any]) -> None:
-    """Write a file of the cache. A folder that cannot be written costs time later, nothing else."""
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_json(place, entry)
-        keep_newest(place.parent)
-    except OSError:
-        return

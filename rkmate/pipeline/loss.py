@@ -221,6 +221,29 @@ def trains_of(model: nn.Module, captured: Capture, trains: Trains) -> Trains:
     return (number,)
 
 
+def how_to_train(model: nn.Module) -> str:
+    """Return what to do about a model of which no output takes a gradient, as a sentence."""
+    whole = traceable(model)
+    model = whole.model if isinstance(whole, ModelAndLoss) else whole
+    known = [*model.named_parameters()]
+    trained = [name for name, p in known if p.requires_grad]
+    adapted = any(hasattr(m, "merged_adapters") for m in model.modules())       # PEFT's layers
+    if not known:
+        return "It has no parameters: give it an input that requires a gradient"
+    if adapted:
+        return (f"{len(trained)} of its {len(known)} parameters require a gradient: adapters that are "
+                "frozen, merged or switched off train nothing. Load them with is_trainable=True, or call "
+                "set_adapter(name), unmerge_adapter() or enable_adapter_layers(); to evaluate, call the "
+                "model under torch.no_grad()")
+    if not trained:
+        return (f"None of its {len(known)} parameters requires a gradient (a method such as freeze_encoder() "
+                "does that): call requires_grad_() on those to train; to evaluate, call the model under "
+                "torch.no_grad()")
+    return (f"{len(trained)} of its {len(known)} parameters require one (the first is {trained[0]!r}): the "
+            "forward should return a tensor that is computed from them, without detach(), item() and "
+            "no_grad()")
+
+
 def _total(found: Any) -> Any:
     """Return the loss in what a loss function returned."""
     if isinstance(found, torch.Tensor):

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from rkmate import device as devices
-from rkmate.device.inductor import check_compiler, form_of, fused
+from rkmate.device.inductor import check_compiler, try_compiler
 from rkmate.device.inductor import version as compiler_version
 from rkmate.errors import ArgumentError, CaptureError, CompilerError, RkmateError
 from rkmate.graph.blocks.identity import block_infos, block_texts, classes_of, module_of
@@ -30,7 +30,6 @@ from rkmate.graph.passes.fusion import Cluster
 from rkmate.graph.passes.once import unrepeatable
 from rkmate.graph.passes.table import simplify
 from rkmate.graph.sizes.again import capture, once_of
-from rkmate.ilp import cache_folder
 from rkmate.ir.cd import CDGraph, Cost
 from rkmate.ir.kernels import choose_kernels
 from rkmate.ir.link import Link
@@ -46,12 +45,13 @@ from rkmate.measure.settings import MeasureSettings
 from rkmate.measure.temporaries import with_memory_of_groups
 from rkmate.offload.target import link_of
 from rkmate.pipeline.elsewhere import as_there
-from rkmate.pipeline.loss import ModelAndLoss, traceable, trained_outputs, trains_of
+from rkmate.pipeline.loss import ModelAndLoss, how_to_train, traceable, trained_outputs, trains_of
 from rkmate.pipeline.model_state import refuse_gradients_in_place
 from rkmate.pipeline.origin import origin_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first, settings_that_keep
 from rkmate.planners.overlap import exposed, overlapped
+from rkmate.support.cache import cache_folder
 from rkmate.support.planning_lock import capture_lock, gc_pause, planning_lock
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
@@ -321,7 +321,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setti
     trains = trains_of(model, captured, settings.trains)
     if not any(captured.differentiable):
         raise ArgumentError(f"{type(model).__name__}: no output depends on a parameter or input that "
-                            "requires a gradient, so there is nothing to train")
+                            f"requires a gradient, so there is nothing to train. {how_to_train(model)}")
     if device.elsewhere is not None:
         captured = as_there(captured, device.torch_device)
     return Traced(type(model).__name__, captured, trained_outputs(captured, trains),
@@ -530,9 +530,7 @@ def with_compiler(settings: Settings, device: torch.device) -> Settings:
     if settings.compile is False:
         return settings
     try:
-        check_compiler(device)
-        if settings.compile == "auto":          # there may be no headers
-            fused(form_of(torch.empty(2, device=device)))(_smallest).compile()
+        (try_compiler if settings.compile == "auto" else check_compiler)(device)
     except CompilerError as error:
         if settings.compile is True:
             raise
@@ -540,10 +538,6 @@ def with_compiler(settings: Settings, device: torch.device) -> Settings:
         return replace(settings, compile=False)
     return replace(settings, compile=True,
                    layouts="auto" if settings.layouts == "with_compile" else settings.layouts)
-
-
-def _smallest(x: torch.Tensor) -> tuple[torch.Tensor]:
-    return (x + 1,)
 
 
 def clusters_of(operations: Iterable[fx.Node]) -> list[Cluster]:

@@ -118,11 +118,11 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
     limit = limit_of(prepared, budget)
     room = device_room(prepared, budget.device)
     if room is None or budget.device is None:
-        planned = _compared(prepared, limit, planner, blocks)
+        planned = planned_within(prepared, limit, planner, blocks)
         if room is not None:
             room.tell(planned)
         return planned
-    return largest_that_fits(limit, lambda least: _compared(prepared, least, planner), room)
+    return largest_that_fits(limit, lambda least: planned_within(prepared, least, planner), room)
 
 
 def plan_prepared(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Plan:
@@ -131,13 +131,8 @@ def plan_prepared(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Pla
     return planned_within(prepared, limit, planner).plan
 
 
-def planned_within(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Planned:
-    """Return `plan_prepared` with the variant of the graph that it runs over."""
-    return _compared(prepared, limit, planner)
-
-
-def _compared(prepared: Prepared, limit: int, planner: str,
-              blocks: Mapping[Variant, Blocked] = MappingProxyType({})) -> Planned:
+def planned_within(prepared: Prepared, limit: int, planner: str = DEFAULT,
+                   blocks: Mapping[Variant, Blocked] = MappingProxyType({})) -> Planned:
     """Compare the variants' plans; an earlier process may have done so. `blocks`: variants that were cut into
     blocks before."""
     traced = prepared.blocked.traced

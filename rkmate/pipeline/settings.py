@@ -42,11 +42,11 @@ class RunSettings:
     and of what comes back."""
     on_new_shape: NewShape = "plan"
     """The action for a call with other shapes, dtypes or constants: ``"plan"`` makes a plan for it with the
-    same budget, ``"original"`` runs the original module, ``"error"`` raises."""
+    same budget, ``"original"`` runs the original module, ``"error"`` raises `ArgumentError`."""
     training: bool | None = None
     """The train flags to plan sample inputs for. None: the module's own; but a module in eval mode (as
-    ``from_pretrained`` returns it) is planned as its `train` sets it, with a warning. True: always as `train`
-    sets it. False: as it is. Calls with other flags get plans of their own."""
+    ``from_pretrained`` returns it) is planned as its `train` sets it, and the logger "rkmate" says so. True:
+    always as `train` sets it. False: as it is. Calls with other flags get plans of their own."""
     lengths: Sequence[int] | None = None
     """Sequence lengths (dimension 1 of the arguments) that `rkmate.wrap` plans in advance, next to the
     sample's own. None: none."""
@@ -114,10 +114,6 @@ class Settings:
     """If the loss is computed a few rows at a time, ``"auto"`` defers a wide output that the loss does not
     depend on (logits returned next to the loss) until you read it. ``"never"``: the step computes the output,
     and the budget counts it."""
-    tiled_mlps: When = "auto"
-    """When to run wide MLPs a few rows at a time. ``"auto"``: if nothing else meets the budget; ``"always"``:
-    at every budget. The memory between the two products of an MLP then does not grow with the sequence. The
-    backward recomputes the first product, and the last bits of the gradients of the MLP's weights differ."""
     tiles: When = field(default_factory=lambda: WHEN_TILED.now())
     """When to run stretches of operations in tiles: images of a batch, bands of an image, blocks of a
     sequence, columns of weights. ``"auto"``: if nothing else meets the budget; ``"always"``: at every budget.
@@ -174,15 +170,21 @@ class Settings:
     graphs."""
     split_head: InitVar[When | None] = None
     """Old name of `chunked_loss`, accepted for one more version."""
+    tiled_mlps: InitVar[When | None] = None
+    """Has no effect, and is accepted for one more version: `tiles` run MLPs in tiles, too."""
     keep_pages: InitVar[bool | None] = None
     """Has no effect, and is accepted for one more version: planned modules leave the C library alone. Call
     `rkmate.keep_pages()` to keep the memory that steps free."""
 
-    def __post_init__(self, split_head: When | None, keep_pages: bool | None) -> None:
+    def __post_init__(self, split_head: When | None, tiled_mlps: When | None,
+                      keep_pages: bool | None) -> None:
         if split_head is not None:
             warnings.warn("Settings(split_head=...) is now called chunked_loss; the old name goes with the "
                           "next version", RkmateWarning, stacklevel=3)
             object.__setattr__(self, "chunked_loss", split_head)
+        if tiled_mlps is not None:
+            warnings.warn("Settings(tiled_mlps=...) has no effect: Settings(tiles=...) says when MLPs run in "
+                          "tiles; the old keyword goes with the next version", RkmateWarning, stacklevel=3)
         if keep_pages is not None:
             warnings.warn("Settings(keep_pages=...) is now rkmate.keep_pages(), which planned modules do not "
                           "call by themselves; the old keyword has no effect, and goes with the next version",
@@ -215,7 +217,6 @@ class Settings:
                                      ("gradients", self.gradients, ("returned", "in_place")),
                                      ("chunked_loss", self.chunked_loss, ("auto", "always", "never")),
                                      ("deferred_outputs", self.deferred_outputs, ("auto", "never")),
-                                     ("tiled_mlps", self.tiled_mlps, ("auto", "always", "never")),
                                      ("tiles", self.tiles, ("auto", "always", "never")),
                                      ("layouts", self.layouts,
                                       ("keep", "auto", "channels_last", "with_compile")),

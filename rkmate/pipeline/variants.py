@@ -100,21 +100,13 @@ GROUPED_LOSS = Variant(
     note="as many of their rows as there is room for are kept for the backward",
     combines=("chunked-loss",),
     within="chunked-loss")
-TILED_MLPS = Variant(
-    "tiled-mlps",
-    trades="The gradients of these weights are the original's except for the order of their "
-           "additions: their last bits differ",
-    setting="tiled_mlps",
-    takes_longer=True,
-    note="the MLPs of {names} run a few rows at a time",
-    combines=("chunked-loss", "grouped-loss"))
 CHANNELS_LAST = Variant(
     "channels-last",
     trades="Other kernels do the work: last bits differ",
     setting="layouts",
     asked_for=True,
     note="the convolutions with {names} have their channels last",
-    combines=("chunked-loss", "grouped-loss", "tiled-mlps"))
+    combines=("chunked-loss", "grouped-loss"))
 TILES = Variant(
     "tiles",
     trades="Results and gradients of these are the original's except for the order of additions: last bits "
@@ -133,7 +125,7 @@ TILED_NORMS = Variant(
 _WHEN: dict[str, When] = {"keep": "never", "with_compile": "never", "channels_last": "always"}
 """Meaning of the values of `Settings.layouts` for a variant. If groups are compiled, ``"with_compile"`` has
 been replaced by then (`rkmate.pipeline.prepare.with_compiler`)."""
-VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, TILED_MLPS, CHANNELS_LAST, TILES,
+VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, CHANNELS_LAST, TILES,
                                  TILED_NORMS)
 """The rows of the table. Those that can be combined are tried alone, and together."""
 
@@ -195,11 +187,11 @@ def settings_that_keep(settings: Settings, captured: Capture) -> Settings:
     if not keeps:
         return settings
     against = {"compile": settings.compile is True, "chunked_loss": settings.chunked_loss == "always",
-               "tiled_mlps": settings.tiled_mlps == "always", "tiles": settings.tiles == "always"}
+               "tiles": settings.tiles == "always"}
     if requested := [name for name, on in against.items() if on]:
         raise WishError(f"{keeps[0]} cannot be met with {requested[0]}={getattr(settings, requested[0])!r}, "
                         "which computes values again inside of larger operations: leave one of them out")
-    return replace(settings, chunked_loss="never", tiled_mlps="never", tiles="never")
+    return replace(settings, chunked_loss="never", tiles="never")
 
 
 def seconds_once(graph: CDGraph) -> float:

@@ -43,16 +43,18 @@ class PlannerSettings:
     smallest_seconds: float = 2.0
     """Seconds to search for the smallest feasible budget, after a budget was infeasible."""
     deep_nodes: int = 800
-    """On graphs with more computations than this, a further budget gets one schedule of the chain after few
-    tries."""
+    """Number of computations above which a graph is deep: a further budget then gets one schedule of the
+    chain after few tries."""
     deep_seconds: float = 0.6
-    """Seconds that the save-set program may search for a schedule of such a budget."""
+    """Seconds that the save-set program may search for a schedule of a further budget, on a graph of more
+    than `deep_nodes` computations."""
     deep_unused: float = 2e-2
-    """On such a graph, a schedule of the chain that leaves less than this fraction of the budget unused is
-    good enough; so is a smallest budget within this fraction of an infeasible one."""
+    """Fraction of a budget: on a graph of more than `deep_nodes` computations, a schedule of the chain that
+    leaves less of the budget unused is good enough, and so is a smallest budget that is nearer to an
+    infeasible one."""
     fine: int = 4
-    """A second table, for small budgets, ends at this multiple of the chain's least memory, with half as many
-    slots. (The table for all budgets has only a dozen slots below the least memory of a deep model.)"""
+    """Multiple of the chain's least memory at which a second table, for small budgets, ends, with half as
+    many slots. (The table for all budgets has only a dozen slots below the least memory of a deep model.)"""
     offload_seconds: float = 10.0
     """Seconds to search for copies, if data can be sent away, in addition to planning without copies; for an
     infeasible budget, seconds to search for the copies that need the least memory."""

@@ -5,7 +5,7 @@ order and returns tensors. The adapters stand in between, from the caller to the
 
 | adapter | `apply`, before the step | `invert`, after it |
 |---|---|---|
-| `Padding` | pads the arguments to the next planned length | cuts the outputs back |
+| `padding.Padding` | pads the arguments to the next planned length | cuts the outputs back |
 | `Key` | reads the key of a plan, and the tensors among the arguments | |
 | `Observations` | reads what the forward asks of their values, and computes what it takes from these | |
 | (here the plan is found; without one, the original runs) | | |
@@ -21,22 +21,18 @@ connects these.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from rkmate.errors import ArgumentError
 from rkmate.graph.capture.answers import Kinds, kind_of
 from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.effects import Effects
 from rkmate.graph.capture.recipe import Recipe, Recipes
-from rkmate.graph.capture.structure import Structure, take_apart
+from rkmate.graph.capture.structure import Structure
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
-from rkmate.runtime.lengths import DIMENSION, Lengths, common_length, length_of, resized
 from rkmate.support.warn import warn
-from rkmate.torch_seam.containers import tensors_in
 
 
 class Arguments(NamedTuple):
@@ -76,10 +72,9 @@ def run_around(adapters: Sequence[Adapter], call: Arguments, run: Callable[[Argu
     return outputs
 
 
-def before_a_plan(lengths: Lengths | None, reader: ModuleReader, observations: Observations
+def before_a_plan(padding: Sequence[Adapter], reader: ModuleReader, observations: Observations
                   ) -> tuple[Adapter, ...]:
     """Return the adapters of a module, inside of which the plan of a call is found."""
-    padding = () if lengths is None or lengths.pad is None else (Padding(lengths),)
     return *padding, Key(reader), observations
 
 
@@ -90,52 +85,6 @@ def around_step(capture: Capture) -> tuple[Adapter, ...]:
 
 
 # -- Before the plan is known ----------------------------------------------------------------------
-
-
-class Padding(Adapter):
-    """Pads the arguments that `pad` names to the next planned length. Calls of a planned length, and calls
-    longer than all planned lengths, stay as they are."""
-
-    def __init__(self, lengths: Lengths) -> None:
-        self._pad = lengths.pad or {}
-        self._lengths = lengths
-
-    def apply(self, call: Arguments) -> tuple[Arguments, tuple[int, int] | None]:
-        """Return the padded arguments, and the lengths before and after; None if the call stays as it is.
-        Raises `ArgumentError`."""
-        named = self._lengths.named(call.args, call.kwargs)
-        length = common_length({k: named[k] for k in self._pad if named.get(k) is not None})
-        planned = self._lengths.lengths
-        at = bisect_left(planned, length)
-        if at == len(planned) or planned[at] == length:
-            return call, None
-        names = self._lengths.names
-        others = {f"argument {k}": a for k, a in enumerate(call.args) if k >= len(names)}
-        for name, value in {**named, **others}.items():
-            alone = isinstance(value, torch.Tensor)
-            if (name not in self._pad or not alone) and any(
-                    length_of(t) == length for t in tensors_in(value)):
-                raise ArgumentError(
-                    f"pad says nothing of {name!r}, which has the length {length} as the arguments that it "
-                    "names: give it a padding value, too" if alone else
-                    f"{name!r} holds a tensor of the length {length}, as the arguments have that pad names, "
-                    "and only what is an argument by itself is padded: hand it over so, or pad it before")
-
-        def fit(name: str, value: Any) -> Any:
-            return resized(value, planned[at], self._pad[name]) if name in self._pad else value
-
-        args = (*map(fit, names, call.args), *call.args[len(names):])
-        return call._replace(args=args, kwargs={k: fit(k, v) for k, v in call.kwargs.items()}), \
-            (length, planned[at])
-
-    def invert(self, record: tuple[int, int] | None, outputs: Any) -> Any:
-        """Return the outputs without the padding."""
-        if record is None:
-            return outputs
-        length, padded = record
-        tensors, structure = take_apart(outputs, result=False)
-        return structure.fill([t.narrow(DIMENSION, 0, length) if length_of(t) == padded else t
-                               for t in tensors])
 
 
 class Key(Adapter):
@@ -196,10 +145,10 @@ class Observations(Adapter):
         if recipe.observed not in seen:
             seen.add(recipe.observed)
             if len(seen) == MANY:
-                warn(f"the forward looks at values of its inputs, and {MANY} calls of the same shapes had "
-                     "other ones (how many elements a mask picks, say): each takes a plan of its own. Let "
-                     "fewer occur, by padding, or compute without looking ('Values of inputs' in "
-                     "docs/limits.md)")
+                warn(f"the forward reads values of its inputs, and {MANY} calls of the same shapes had "
+                     "different ones (for example, the number of elements that a mask selects): each takes a "
+                     "plan of its own. Pad so that fewer occur, or compute without reading values ('Values "
+                     "of inputs' in docs/limits.md)")
         return key._replace(values=recipe.observed)
 
     def keep(self, keys: Iterable[Guards]) -> None:

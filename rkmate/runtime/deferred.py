@@ -14,7 +14,7 @@ from rkmate.errors import DeferredOutputError
 from rkmate.graph.blocks.expressions import source_key
 from rkmate.graph.capture.structure import Structure
 from rkmate.graph.passes.joint import Joint
-from rkmate.runtime.environment import Environment, version
+from rkmate.runtime.environment import Environment, source_named, version
 from rkmate.runtime.segments import without_autocast
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import pytree
@@ -252,22 +252,16 @@ class _Reading:
         for key, tensor in self._held.items():
             if version(tensor) != self._versions.get(key, 0):
                 raise DeferredOutputError(
-                    f"the output {self._output.name} is computed when it is read, and {_named(key)} was "
-                    "changed in place since the forward: read the output before that (before the optimizer's "
-                    'step), or let the step compute it: rkmate.Settings(deferred_outputs="never")')
+                    f"the output {self._output.name} is computed when it is read, and {source_named(key)} "
+                    "was changed in place since the forward: read the output before that (before the "
+                    'optimizer\'s step), or let the step compute it: '
+                    'rkmate.Settings(deferred_outputs="never")')
         env = Environment(self._held, self._versions, self._device)
         with torch.inference_mode(False), torch.no_grad(), without_autocast(self._device):
             values, = self._output.function(env)
         if self._read is not None:
             self._read(self._output.name)
         return values
-
-
-def _named(key: str) -> str:
-    kind, _, name = key.partition(":")
-    return {"param": f"the parameter {name!r}", "buffer": f"the buffer {name!r}",
-            "input": f"input tensor number {name}", "kept": "another output"}.get(
-        kind, f"the constant {name!r}")
 
 
 class Reads:

@@ -80,8 +80,8 @@ class Additions:
                 raise ArgumentError(f"{IN_PLACE}: the parameter {name!r} {why}. {RETURNED}")
             if _is_half_added(parameter.grad):
                 raise ArgumentError(f"{IN_PLACE}: a backward failed when it had added a part of its "
-                                    f"gradients (to that of {name!r}, say): zero them first (zero_grad), "
-                                    "before anything else adds to them, or set them to None")
+                                    f"gradients (for example, to that of {name!r}): zero them first "
+                                    "(zero_grad), before anything else adds to them, or set them to None")
 
     def check(self) -> None:
         """Check the parameters before a backward adds anything. Raises `BackwardError` if a gradient is
@@ -295,7 +295,8 @@ class Environment:
             yield
             if generator_state(self.device) != after:
                 raise BackwardError("another thread drew random numbers while a planned step "
-                                    "drew or repeated its own: the gradients would be wrong")
+                                    "drew or repeated its own: the gradients would be wrong. Draw before "
+                                    "the forward or after the backward, or from a generator of that thread")
 
     def held(self) -> int:
         """Return bytes of the storages that the values stand in, without the caller's; and of buffers of
@@ -360,15 +361,17 @@ def check_versions(versions: Mapping[str, int], keys: Sequence[str], tensors: Se
     for key, tensor in zip(keys, tensors, strict=True):
         noted = versions.get(key)
         if noted is not None and noted != version_of(tensor):
-            raise BackwardError(_changed(key))
+            raise BackwardError(
+                f"{source_named(key)} was changed in place between the forward and its backward, so the "
+                "gradients would be wrong: run the backward before the change, or change a copy")
 
 
-def _changed(key: str) -> str:
+def source_named(key: str) -> str:
+    """Return the words of a message for a tensor that a step reads, by its key."""
     kind, _, name = key.partition(":")
-    what = {"param": f"the parameter {name!r}", "buffer": f"the buffer {name!r}",
-            "input": f"input tensor number {name}"}.get(kind, f"the constant {name!r}")
-    return (f"{what} was changed in place between the forward and its backward, so the gradients "
-            "would be wrong: run the backward before the change, or change a copy")
+    return {"param": f"the parameter {name!r}", "buffer": f"the buffer {name!r}",
+            "input": f"input tensor number {name}", "kept": "another output"}.get(
+        kind, f"the constant {name!r}")
 
 
 @dataclass(frozen=True)

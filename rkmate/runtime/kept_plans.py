@@ -24,7 +24,7 @@ from rkmate.pipeline.sizes import KnownPlan
 from rkmate.runtime.adapters import Observations
 from rkmate.runtime.executable import PlannedStep
 from rkmate.runtime.guards import FlagGuards, Guards, changing, differing, warn_of_changes
-from rkmate.runtime.lengths import Member, alike, outdated
+from rkmate.runtime.new_sizes import Member, alike, outdated
 from rkmate.runtime.outside import LOOKS, MANY, Outside, Shown, is_over, warn_of_other_layers, warn_of_others
 from rkmate.runtime.recorded_step import RecordedStep
 from rkmate.runtime.segments import OpenCalls
@@ -54,8 +54,6 @@ class Planning:
     progress: bool
     hooks_outside: bool = False
     """Whether the hooks of the module itself run around its plan, and are no part of it."""
-    cuda_graph: bool = False
-    """Whether steps are recorded and replayed."""
     calls_at_once: int = 1
     """Calls before a backward whose plans, each made for one call, share a larger budget."""
     shared_inputs: frozenset[int] = frozenset()
@@ -72,6 +70,12 @@ class Planning:
     over: Callable[[InfeasibleBudget], None] | None = None
     """Told of a call for which the budget is too small: it gets the smallest budget that can be met. None: it
     is refused."""
+
+    @property
+    def unverified(self) -> Planning:
+        """This planning for a part of a step, whose first run is compared with no measurement of its own."""
+        run = replace(self.settings.run, verify=False)
+        return replace(self, settings=replace(self.settings, run=run))
 
 
 @dataclass

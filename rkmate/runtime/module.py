@@ -20,7 +20,7 @@ from rkmate.graph.capture.answers import OtherAnswer
 from rkmate.graph.capture.refusals import refuse_flat_parameters
 from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.model_state import refuse_data_parallelism
-from rkmate.pipeline.settings import NewShape as NewShape
+from rkmate.pipeline.settings import RunSettings
 from rkmate.runtime.adapters import Adapter, Arguments, before_a_plan, run_around
 from rkmate.runtime.double_backward import Original
 from rkmate.runtime.environment import RerunState
@@ -28,7 +28,7 @@ from rkmate.runtime.executable import Gradients
 from rkmate.runtime.followed_step import UnusualSteps
 from rkmate.runtime.guards import Guards, ModuleReader, guards_of
 from rkmate.runtime.kept_plans import Executable, Planning, Prototype, Specialization
-from rkmate.runtime.lengths import Lengths
+from rkmate.runtime.padding import Lengths, padding_to
 from rkmate.runtime.plan_cache import PlanCache
 from rkmate.runtime.segments import Call, watch_sums
 from rkmate.show.plan import Plan
@@ -81,7 +81,8 @@ class FirstStep:
                 f"predicted were {self._predicted:,}, the budget is {self._budget:,}, and new parameter "
                 f"gradients may add {self._new_gradients:,}. Something outside the planned module "
                 "(the loss, hooks, other models) allocates during the step, or operations take "
-                "other temporary memory here than when they were measured")
+                "other temporary memory here than when they were measured: reserve room for it "
+                "(rkmate.Settings(loss_bytes=...)), or make the plan again on this machine")
 
 
 # -- Planned modules -------------------------------------------------------------------------------
@@ -101,8 +102,8 @@ class PlannedModule(StandIn):
     state dictionaries have the same keys. Other attributes are the original's.
     """
 
-    _FIELDS = frozenset(("_plans", "_latest", "_reader", "_told", "_unplanned", "_verify", "_on_new_shape",
-                         "_planned_forward", "_lengths", "_around", "_unusual"))
+    _FIELDS = frozenset(("_plans", "_latest", "_reader", "_told", "_unplanned", "_planned_forward",
+                         "_lengths", "_around", "_unusual"))
     _has_class_of_original: ClassVar[bool] = True
     """Whether its class has a forward with the signature of the original's class."""
     _plans: PlanCache
@@ -111,21 +112,19 @@ class PlannedModule(StandIn):
     _told: set[str]
     _unplanned: set[Guards]
     """Signatures of other flags that cannot be planned, which is said."""
-    _verify: bool
-    _on_new_shape: NewShape
     _lengths: Lengths | None
     _around: tuple[Adapter, ...]
     _unusual: UnusualSteps
     _planned_forward: MethodType
     """The value of `forward`, as long as no library replaces it."""
 
-    def __init__(self, model: nn.Module, planning: Planning, verify: bool, on_new_shape: NewShape,
+    def __init__(self, model: nn.Module, planning: Planning,
                  plans: tuple[Plan | Prototype, ...] = ()) -> None:
         """Prepare the module. Its first call is planned when it comes, unless `plan_for` is called before.
 
         `plans`: to follow if they fit."""
         self._stand_in_for(model)
-        self._set_up(planning, plans, verify, on_new_shape)
+        self._set_up(planning, plans)
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None = None) -> None:
         """Plan for calls like this one. `plan`: a plan to follow. Raises `PlanError` if it does not fit."""
@@ -135,26 +134,28 @@ class PlannedModule(StandIn):
         self._reader.follow(known.capture)
         self.__dict__["_latest"] = self._plans.current(known, known.capture.given(tensors))
 
-    def _set_up(self, planning: Planning, saved: tuple[Plan | Prototype, ...], verify: bool,
-                on_new_shape: NewShape, lengths: Lengths | None = None) -> None:
+    def _set_up(self, planning: Planning, saved: tuple[Plan | Prototype, ...],
+                lengths: Lengths | None = None) -> None:
         if self._has_class_of_original and "_made_for" not in vars(type(self)):
             kinds: Any = type(self._original), type(self)
             object.__setattr__(self, "__class__", _class_for(*kinds))
         forward = MethodType(_with_signature_of(self._original), self)
         # Parts have a share of a step that is measured anyway.
-        measures = not planning.cuda_graph and planning.more_calls is None and \
+        measures = not planning.settings.run.cuda_graph and planning.more_calls is None and \
             planning.settings.loss_bytes is None
         unusual = UnusualSteps(self._original, measures=measures)
-        self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _verify=verify,
-                             _unusual=unusual, _on_new_shape=on_new_shape, _told=set(), _unplanned=set(),
-                             _latest=None,
-                             _reader=ModuleReader(traceable(self._original)), _planned_forward=forward,
-                             forward=forward)
+        self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _latest=None,
+                             _unusual=unusual, _told=set(), _unplanned=set(), _planned_forward=forward,
+                             _reader=ModuleReader(traceable(self._original)), forward=forward)
         self._adapt(lengths)
+
+    @property
+    def _run_settings(self) -> RunSettings:
+        return self._plans.planning.settings.run
 
     def _adapt(self, lengths: Lengths | None) -> None:
         """Set the adapters around calls, which pad to these lengths."""
-        self.__dict__.update(_lengths=lengths, _around=before_a_plan(lengths, self._reader,
+        self.__dict__.update(_lengths=lengths, _around=before_a_plan(padding_to(lengths), self._reader,
                                                                      self._plans.observations))
 
     # -- planning -------------------------------------------------------------------------
@@ -253,7 +254,7 @@ class PlannedModule(StandIn):
                               "(torch.func.functional_call), whose gradients come on top",
                               "Give a smaller budget, or apply rkmate to a module that makes the weights")
         self._unusual.begin(latest.plan, latest.compiled.device)
-        verify = self._verify and not latest.ran
+        verify = self._run_settings.verify and not latest.ran
         step = latest.compiled
         recorded = self._plans.recorded(latest, call.inputs)
         if recorded is not None:
@@ -281,7 +282,8 @@ class PlannedModule(StandIn):
         # An error of the original's says enough by itself.
         result = self._run_original(call.args, call.kwargs) if raises else None
         self._tell(asked, f"the plan of {type(self._original).__name__} takes for granted that {asked}, and "
-                          "a call has found otherwise: the original runs in such calls, without a budget")
+                          "a call has found otherwise: the original runs in such calls, without a budget "
+                          "('Questions that have one answer' in docs/limits.md)")
         return result if raises else self._run_original(call.args, call.kwargs)
 
     def _tell_of_sum(self, number: int, advice: str = "") -> None:
@@ -318,7 +320,7 @@ class PlannedModule(StandIn):
         if is_sharded(self) or is_sharded(self._original):
             self._tell_of_gathered(ready.plan)
         device = devices.of(ready.compiled.device)
-        statistics = device.statistics if self._verify else None
+        statistics = device.statistics if self._run_settings.verify else None
         if statistics is None or ready.measured:
             return None
         ready.measured = True
@@ -343,10 +345,11 @@ class PlannedModule(StandIn):
                        kwargs: dict[str, Any]) -> Specialization | None:
         refuse_flat_parameters(self._original)
         if len(self._plans) and not self._plans.has_prototype(key):
-            if self._on_new_shape == "error":
+            if self._run_settings.on_new_shape == "error":
                 raise ArgumentError("a call differs from the planned ones in "
-                                    f"{self._plans.kept.differing(key)}; and on_new_shape is \"error\"")
-            if self._on_new_shape == "original":
+                                    f"{self._plans.kept.differing(key)}; and on_new_shape is \"error\": "
+                                    "\"plan\" makes a plan for it, \"original\" runs the original")
+            if self._run_settings.on_new_shape == "original":
                 if "shape" not in self._told:       # such a call may come in every step
                     self._tell("shape", "a call differs from the planned ones in "
                                         f"{self._plans.kept.differing(key)}: the original module runs "
@@ -401,8 +404,7 @@ class PlannedModule(StandIn):
     def _made_with(self) -> tuple[Any, ...]:
         """Return values for a copy: it follows the same plans, and the first call of each signature finds its
         own."""
-        return (self._plans.planning, tuple(self._plans.all()), self._verify, self._on_new_shape,
-                self._lengths)
+        return self._plans.planning, tuple(self._plans.all()), self._lengths
 
     def _added(self) -> dict[str, Any]:
         added = super()._added()

@@ -45,7 +45,7 @@ from rkmate.runtime.kept_plans import (
     TangentMask,
     handed_on,
 )
-from rkmate.runtime.lengths import Member, NewSizes, compare, derive, known_at, members_for
+from rkmate.runtime.new_sizes import Member, NewSizes, compare, derive, known_at, members_for
 from rkmate.runtime.outside import (
     LOOKS,
     MANY,
@@ -102,7 +102,7 @@ class PlanCache:
     def recorded(self, ready: Executable, tensors: Sequence[torch.Tensor]) -> RecordedStep | None:
         """Return the recording to replay for a call; None where its step runs as it is: the first one of a
         plan."""
-        if not self.planning.cuda_graph or not ready.ran:
+        if not self.planning.settings.run.cuda_graph or not ready.ran:
             return None
         if ready.recorded is None or not ready.recorded.fits(tensors):
             ready.recorded = None           # its memory goes before there is another
@@ -561,7 +561,7 @@ class PlanCache:
         plan = replace(plan, source=generated.text)
         step = PlannedStep(self.model, prepared.capture, prepared.partition, generated, prepared.device,
                            self._engines.of(prepared.device) if generated.copies else None)
-        if self.planning.cuda_graph:
+        if self.planning.settings.run.cuda_graph:
             check_plan(plan, step)
         return Executable(plan, step, is_given=is_given,
                           known=KnownPlan(plan, not derived, planned.orders),

@@ -25,6 +25,7 @@ from rkmate.show.plan import Plan
 from rkmate.torch_seam.tensors import all_ordinary, storage_users
 
 _OPTION = "cuda_graph=True"
+_LEAVE_OUT = f"leave {_OPTION} out"
 
 
 def check_device(devices: Sequence[torch.device], *, sends: bool) -> None:
@@ -36,31 +37,37 @@ def check_device(devices: Sequence[torch.device], *, sends: bool) -> None:
     wrong = [d for d in devices if not can_record(d)]
     if wrong or not devices:
         raise ArgumentError(f"{_OPTION} records the step on a CUDA device, and the model is on "
-                            f"{wrong[0] if wrong else 'none'}")
+                            f"{wrong[0] if wrong else 'none'}: move the model, or {_LEAVE_OUT}")
 
 
 def check_plan(plan: Plan, step: PlannedStep) -> None:
     """Raise `ArgumentError` if a plan's step cannot be recorded."""
     if plan.gradients == "in_place":
-        raise ArgumentError(f'{_OPTION} hands out gradients: it cannot go with gradients="in_place"')
+        raise ArgumentError(f'{_OPTION} hands out gradients: it cannot go with gradients="in_place"; '
+                            "leave one of them out")
     if plan.calls > 1:
         raise ArgumentError(f"{_OPTION} keeps what one forward leaves for its backward, and "
-                            f"calls={plan.calls} says that another forward comes before it")
+                            f"calls={plan.calls} says that another forward comes before it: leave one of "
+                            "them out")
     if not step.generated.only_known:
         raise ArgumentError(f"{_OPTION} records operations that ask the host for nothing, and the plan has "
-                            "others (submodules that run as they are, or custom operators), which may")
+                            "others (submodules that run as they are, or custom operators), which may: "
+                            f"{_LEAVE_OUT}")
     if written := step.caller.written_inputs:
         raise ArgumentError(f"{_OPTION} runs on copies of the arguments, and the forward writes to tensor "
-                            f"{min(written)} among them (counted from 0), which the caller would not see")
+                            f"{min(written)} among them (counted from 0), which the caller would not see: "
+                            f"return the result, or {_LEAVE_OUT}")
     if step.capture.effects.objects or step.capture.effects.collected:
         raise ArgumentError(f"{_OPTION} runs on copies of the arguments, and the forward changes an object "
-                            "among them, which the caller would not see")
+                            "among them, which the caller would not see: return the tensors, or "
+                            f"{_LEAVE_OUT}")
     if answers := step.capture.effects.answers:
         raise ArgumentError(f"{_OPTION} records operations that ask the host for nothing, and this step "
-                            f"asks, after each forward, whether {answers[0].what}")
+                            f"asks, after each forward, whether {answers[0].what}: take the check out of "
+                            f"the forward, or {_LEAVE_OUT}")
     if plan.deferred:
         raise ArgumentError(f"{_OPTION} writes over what a forward has left, and this plan has outputs "
-                            'that are computed later: rkmate.Settings(deferred_outputs="never")')
+                            'that are computed later: set rkmate.Settings(deferred_outputs="never")')
 
 
 class _Recording(Environment):
@@ -88,7 +95,8 @@ class RecordedStep:
         elsewhere = sorted(k for k, t in sources.items() if t.device != step.device)
         if elsewhere:
             raise ArgumentError(f"{_OPTION}: {elsewhere[0]} is on {sources[elsewhere[0]].device}, and a "
-                                f"recorded step reads tensors of {step.device} only")
+                                f"recorded step reads tensors of {step.device} only: move it there, or "
+                                f"{_LEAVE_OUT}")
         self._inputs = {k: sources[k].clone() for k in step.caller.inputs}
         sources.update(self._inputs)
         self._addresses = _addresses(step, sources)
@@ -114,7 +122,8 @@ class RecordedStep:
                 raise
             except RuntimeError as error:
                 raise ArgumentError(f"{_OPTION}: the step cannot be recorded; an operation asks the host, or "
-                                    f"needs it to wait: {error}") from error
+                                    f"needs it to wait: {error}. To run the step without a recording, "
+                                    f"{_LEAVE_OUT}") from error
         env.clear()
         self._unshared = {k: storage_users(g) for k, g in self._grads.items()}
 
@@ -157,7 +166,8 @@ class RecordedStep:
         """Replay the backward of the forward with this number. Raises `BackwardError`."""
         if number != self._open:
             raise BackwardError(f"with {_OPTION} the backward of a forward comes before the next forward, "
-                                "and once: what this one left has been written over")
+                                "and once: what this one left has been written over. Call one backward for "
+                                f"each forward, or {_LEAVE_OUT}")
         missing = [i for i in self._tangents if given[i] is None]
         if missing:
             raise BackwardError(f"with {_OPTION} a loss must depend on all planned outputs, and this one "

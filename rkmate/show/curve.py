@@ -22,7 +22,9 @@ class Curve(Sequence[Plan]):
     drawn."""
 
     plans: tuple[Plan, ...]
+    """Plans, from the largest budget to the smallest."""
     points: tuple[Point, ...] = ()
+    """Points of other methods, drawn and printed next to the plans."""
 
     @overload
     def __getitem__(self, index: int) -> Plan: ...
@@ -66,7 +68,7 @@ class Curve(Sequence[Plan]):
     def plot(self, path: str | Path | None = None, *, here: Plan | None = None,
              title: str = "time against memory",
              beside: Mapping[str, Sequence[Plan]] | None = None) -> Any:
-        """Draw the curve.
+        """Draw time against memory, with a point for each plan.
 
         Args:
             path: where to write the picture (.svg, .png, .pdf); without it, nothing is written.

@@ -68,7 +68,7 @@ def read_json(path: Path) -> Any:
     except OSError:
         return None
     except ValueError as error:
-        warn(f"{path} is broken and will not be used ({error})")
+        warn(f"{path} is broken and will not be used ({error}): what it kept is made again; delete the file")
         return None
 
 
@@ -91,5 +91,21 @@ def keep_newest(folder: Path, most_bytes: int = MOST_BYTES) -> None:
         total -= size
 
 
-keep_newest_once = functools.cache(keep_newest)
+_keep_newest_once = functools.cache(keep_newest)
 """`keep_newest`, once a process for each folder: for files of a few kilobytes."""
+
+
+def store_json(path: Path, content: Any, *, is_small: bool = True) -> OSError | None:
+    """Write a file of the cache, with its folder, and delete others if the folder is full. `is_small`: of a
+    few kilobytes, so that it is enough to look at the folder once a process.
+
+    Returns:
+        The error if the file cannot be written: that costs time later, nothing else.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, content)
+        (_keep_newest_once if is_small else keep_newest)(path.parent)
+    except OSError as error:
+        return error
+    return None

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
 PARAMETERS, BUFFERS, SUBMODULES = "_parameters", "_buffers", "_modules"
@@ -77,9 +78,40 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether `fully_shard` gathers a module's parameters in hooks around its forward."""
+    """Return whether hooks around a module's forward gather its parameters: those of `fully_shard`, or of
+    DeepSpeed's ZeRO stage 3."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    return (fsdp is not None and isinstance(module, fsdp.FSDPModule)) or bool(gathered_by_zero(module))
+
+
+def gathers_all_inside(module: nn.Module) -> bool:
+    """Return whether a sharded module is gathered as a whole, with its submodules. One of DeepSpeed's ZeRO
+    stage 3 that `deepspeed.utils.set_z3_leaf_modules` has not named gathers its own parameters alone."""
+    return not gathered_by_zero(module) or getattr(module, "_z3_leaf", False)
+
+
+def is_of_zero(tensor: torch.Tensor) -> bool:
+    """Return whether DeepSpeed's ZeRO stage 3 has spread a parameter over ranks."""
+    return hasattr(tensor, "ds_id")
+
+
+def is_prepared_by_zero(model: nn.Module) -> bool:
+    """Return whether `deepspeed.initialize` has put hooks of ZeRO's stage 3 into a model."""
+    return any("ds_id" in vars(m) for m in model.modules())
+
+
+def gathered_by_zero(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that hooks of DeepSpeed's ZeRO stage 3 gather around a module's forward: its own,
+    or, if `deepspeed.utils.set_z3_leaf_modules` has named it, those of its submodules as well."""
+    if "ds_id" not in vars(module):
+        return []
+    return [p for p in module.parameters(recurse=getattr(module, "_z3_leaf", False)) if is_of_zero(p)]
+
+
+def ranks_of_zero(parameter: nn.Parameter) -> list[int]:
+    """Return the ranks that DeepSpeed's ZeRO stage 3 has spread a parameter over; empty for others."""
+    group: Any = getattr(parameter, "ds_process_group", None)
+    return [] if group is None else dist.get_process_group_ranks(group)
 
 
 def whole_gradient_type(module: nn.Module) -> torch.dtype | None:

@@ -24,6 +24,13 @@ WISH = "rkmate_wish"
 _ROOT = "L__self__"
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a node's value, or of several in a list."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in tensors_of(v)] if isinstance(value, (tuple, list)) else []
+
+
 def is_backward(node: fx.Node) -> bool:
     """Return whether the tracer made the node while it ran the backward."""
     return bool(node.meta.get(_TAG) == _BACKWARD)

@@ -298,15 +298,6 @@ def test_a_layer_with_nothing_to_compute_again_trains(found: Found) -> None:
         assert mine["planned"] == [[True, True, True, True], [True, True, True, False]]
 
 
-def test_parameters_of_zero_3_are_refused_by_its_name() -> None:
-    net = _Net()
-    for parameter in net.parameters():
-        parameter.ds_id = 0             # type: ignore[attr-defined]    # as DeepSpeed marks them
-    for call in (lambda: rkmate.wrap(net, (_data(0),), **CHOSEN), lambda: rkmate.apply(net, **CHOSEN)):
-        with pytest.raises(rkmate.ArgumentError, match=r"0\.weight is sharded by DeepSpeed's ZeRO stage 3"):
-            call()
-
-
 def test_a_model_on_the_meta_device_can_be_planned_for_a_gpu() -> None:
     with pytest.raises(rkmate.ArgumentError, match=r"to_empty\), or plan .*device=rkmate.devices.H100"):
         rkmate.plan(_Net().to("meta"), (_data(0).to("meta"),), **CHOSEN)

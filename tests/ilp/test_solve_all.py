@@ -17,13 +17,13 @@ from rkmate.ilp import (
     OptionCache,
     OptionSettings,
     block_options,
-    cache_folder,
     solve_all,
     solve_options,
 )
 from rkmate.ilp.cache import fingerprint
 from rkmate.ilp.grid import OptionSet
 from rkmate.ir.cd import CDGraph
+from rkmate.support.cache import cache_folder
 from tests.ilp.bank import chain, mlp_half
 
 SMALL = OptionSettings(grid=(3, 3), time_limit=30, block_limit=60)

@@ -89,10 +89,6 @@ def test_steps_in_a_file(step: Compute | Free | Loss) -> None:
     assert type(found) is type(step)
 
 
-def test_steps_of_older_files() -> None:
-    assert read_step("3 unchunked") == Compute(3, kernel=1)
-
-
 @pytest.mark.parametrize("text", ["3 whole", "x unchunked", "3 at once", "losses", "3 kernel", "3 kernel x",
                                   "3 unchunked 1"])
 def test_other_steps_are_refused(text: str) -> None:

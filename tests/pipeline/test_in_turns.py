@@ -15,7 +15,7 @@ from rkmate.measure.remembered import CostMemory
 from rkmate.measure.settings import MeasureSettings
 from rkmate.pipeline import search as in_turns
 from rkmate.pipeline.prepare import Blocked, block, measured_costs, prepare, trace
-from rkmate.pipeline.variants import CHANNELS_LAST, PLAIN, TILED_MLPS
+from rkmate.pipeline.variants import CHANNELS_LAST, PLAIN, TILES
 from rkmate.support.progress import Progress
 
 IMAGES = torch.randn(2, 8, 12, 12)
@@ -71,9 +71,9 @@ def test_the_median_counts_and_the_most_bytes(asked: list[str], monkeypatch: pyt
     monkeypatch.setattr(in_turns, "measured_costs", measured_costs)
     settings = rkmate.Settings(layouts="auto", measure=MeasureSettings(passes=3))
     traced = trace(network(), (IMAGES,), {}, settings, Progress(False))
-    plain, tiled = block(traced), block(traced, TILED_MLPS)       # of a third variant, nothing is asked
+    plain, tiled = block(traced), block(traced, TILES)       # of a third variant, nothing is asked
     blocks = {plain.variant: plain, tiled.variant: tiled}
     assert in_turns.measure_in_turns(blocks) > 0
-    assert [v.name for v in blocks] == ["plain", "tiled-mlps", "channels-last"]
+    assert [v.name for v in blocks] == ["plain", "tiles", "channels-last"]
     found = [set(prepare(traced, blocked=blocks[v]).costs.values()) for v in (PLAIN, CHANNELS_LAST)]
     assert found == [{Cost(4.0, 30)}, {Cost(3.0, 40)}]

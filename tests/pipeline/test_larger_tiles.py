@@ -25,7 +25,7 @@ from rkmate.planners.settings import PlannerSettings
 from rkmate.support.progress import Progress
 from tests.pipeline.test_variants import OPTIONS, WORDS, _Model
 
-SETTINGS = Settings(costs="analytic", options=OPTIONS, tiled_mlps="never", chunked_loss="always",
+SETTINGS = Settings(costs="analytic", options=OPTIONS, chunked_loss="always",
                     planner=PlannerSettings(first_seconds=0, save_set_seconds=0, smallest_seconds=0))
 
 

@@ -88,7 +88,7 @@ def test_each_budget_of_a_curve_has_the_seconds(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(planning, "attempted", noted)
     here = replace(within(50.0, capture=60.0), settings=replace(
-        within(50.0).settings, chunked_loss="never", tiled_mlps="never"))
+        within(50.0).settings, chunked_loss="never"))
     make_curve(here, [Budget(bytes=own_peak() - k) for k in (1, 4096)], "rockmate")
     assert limits == [50.0, 50.0]
 

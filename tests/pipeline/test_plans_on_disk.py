@@ -127,7 +127,7 @@ def chain() -> Traced:
     """A model whose blocks need far more than searches reach that have time."""
     sample = residual()
     settings = Settings(costs="analytic", options=OPTIONS, planner=PlannerSettings(smallest_seconds=1e4),
-                        tiles="never", tiled_mlps="never")
+                        tiles="never")
     return trace(sample.model, sample.args, {}, settings, Progress(False))
 
 

@@ -53,7 +53,7 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def traced(costs: Any = "measured", words: int = WORDS) -> Traced:
     torch.manual_seed(0)
     inputs = torch.randn(512, 64), torch.randint(0, words, (512,))
-    settings = Settings(costs=costs, options=OPTIONS, planner=PLANNER, tiled_mlps="never")
+    settings = Settings(costs=costs, options=OPTIONS, planner=PLANNER)
     return trace(_Model(2), inputs, {}, settings, Progress(False))
 
 

@@ -18,13 +18,13 @@ from rkmate.runtime.adapters import (
     Changes,
     Key,
     Observations,
-    Padding,
     Repeats,
     Result,
     around_step,
     run_around,
 )
 from rkmate.runtime.guards import Guards
+from rkmate.runtime.padding import Padding
 
 
 class Named(Adapter):

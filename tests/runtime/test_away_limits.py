@@ -134,7 +134,7 @@ def layers_of(tmp_path: Path, limit: int, *widths: int) -> tuple[list[nn.Module]
 def test_layers_share_it_by_their_parameters(tmp_path: Path) -> None:
     layers, planning = layers_of(tmp_path, 2**30, 64, 64, 192)
     model = nn.Sequential(*layers)
-    put_plans_into_layers(model, layers, planning, True, "plan")
+    put_plans_into_layers(model, layers, planning)
     caches = [call.whole._plans for layer in layers if (call := planned_call_of(layer)) is not None]
     bytes_of = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     links = [places.link_of(s.offload, devices.of("cpu"), "analytic", s.calls) for s in
@@ -150,7 +150,7 @@ def test_layers_share_it_by_their_parameters(tmp_path: Path) -> None:
 def test_all_layers_are_counted_together(most: dict[int, int], tmp_path: Path) -> None:
     layers, planning = layers_of(tmp_path, 24 * MIB, 128, 128)
     model = nn.Sequential(*layers)
-    put_plans_into_layers(model, layers, planning, True, "plan")
+    put_plans_into_layers(model, layers, planning)
     for _ in range(3):                  # two show what stands outside of the plans
         most.clear()
         model(X).mean().backward()
@@ -161,7 +161,7 @@ def test_all_layers_are_counted_together(most: dict[int, int], tmp_path: Path) -
 
 def test_calls_and_forwards_of_one_module_are_counted_together(tmp_path: Path) -> None:
     (layer,), planning = layers_of(tmp_path, MIB, 64)
-    call = put_plan_into(layer, planning, True, "plan")
+    call = put_plan_into(layer, planning)
     cpu = torch.device("cpu")
     first, second = (part._plans._engines.of(cpu).open() for part in (call.whole, call.alone))
     some = torch.ones(600 * 2**10, dtype=torch.uint8)

@@ -88,6 +88,10 @@ class _AskingSparse(nn.Linear):
         return x if taken._nnz() == 0 else torch.sparse.mm(taken, x.T)
 
 
+class _Merged(nn.Linear):
+    merged_adapters = ("default",)
+
+
 class _Leaving(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
@@ -152,10 +156,13 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "wrong dtype": (C, "does not run on the sample", lambda: _wrap(args=(X.long(),),
                                                                    costs="measured")),
     "not a tensor": (C, "Linear cannot be captured", lambda: _wrap(args=("text",))),
-    "nothing to train": (A, "nothing to train", lambda: _wrap(_frozen())),
+    "nothing to train": (A, r"None of its 2 parameters .*requires_grad_\(\)", lambda: _wrap(_frozen())),
+    "merged adapters": (A, r"unmerge_adapter\(\)", lambda: _wrap(_Merged(8, 8).requires_grad_(False))),
+    "no parameters": (A, "no parameters: give it an input", lambda: _wrap(nn.Tanh())),
     "nothing computed": (A, "computes nothing",
                          lambda: _wrap(nn.Identity(), (torch.randn(4, 8, requires_grad=True),))),
-    "no tensor returned": (A, "nothing to train", lambda: _wrap(_Shape(8, 8))),
+    "no tensor returned": (A, "nothing to train. 2 of its 2 .*'weight'.*return a tensor",
+                           lambda: _wrap(_Shape(8, 8))),
     "forward raises": (C, "own complaint.*without rkmate, correct its inputs",
                        lambda: _wrap(_Raises(8, 8))),
     "no forward": (C, "forward", lambda: _wrap(nn.Module())),
@@ -166,6 +173,8 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         [X, X[:2]], layout=torch.jagged),))),
     "a generator of its own": (C, r"generator=torch.* outside of the forward", lambda: _wrap(_Drawing(8, 8))),
     "a time": (C, r"assigns times, .*\(a time, or", lambda: _wrap(_Timed(8, 8))),
+    "a branch in a submodule": (C, "plans the parts of such a model", lambda: rkmate.plan(
+        nn.Sequential(nn.Linear(8, 8), _Asserting(8, 8)), (X,), budget=0.5)),
     "packed sequence": (C, "lengths of a packed sequence", lambda: _wrap(
         _Packed(8, 8), (torch.randn(3, 2, 8), torch.tensor([3, 2])))),
     "rows that a mask picks": (C, r"return x\[x > 0\]: .* Compute all rows", lambda: _wrap(_Picking(8, 8))),

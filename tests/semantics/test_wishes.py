@@ -279,7 +279,7 @@ def test_hints_about_inputs_and_outputs() -> None:
             planned(Bare(of_input), 1.0)
 
 
-@pytest.mark.parametrize("more", [{"compile": True}, {"chunked_loss": "always"}, {"tiled_mlps": "always"}])
+@pytest.mark.parametrize("more", [{"compile": True}, {"chunked_loss": "always"}, {"tiles": "always"}])
 def test_larger_operations_compute_again_inside(more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rkmate.pipeline.prepare.check_compiler", lambda device: None)
     for model, pins in ((tower(), {"blocks.*": "keep"}), (tower(rkmate.keep), {})):

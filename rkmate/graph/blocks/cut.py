@@ -21,11 +21,17 @@ class CutSettings:
     """Limits of a block's length, in forward computations."""
 
     least: int = 4
-    """Shorter blocks join their neighbour."""
+    """Least length of a block: shorter ones join their neighbour."""
     most: int = 45
-    """Longer stretches between 1-separators get frontier cuts, where both parts are as long as `least`."""
+    """Greatest length of a stretch between 1-separators: longer ones get frontier cuts, where both parts are
+    at least as long as `least`."""
+    waiting: int | None = None
+    """Bytes of gradients of parameters that may wait for others wherever they are made, so that a step has
+    few functions. None: 64 KiB, and in small steps 1/16 of what the forward keeps for the backward."""
 
     def __post_init__(self) -> None:
+        if self.waiting is not None and (type(self.waiting) is not int or self.waiting < 0):
+            raise ArgumentError(f"waiting is {self.waiting!r}; it should be a number of bytes, or None")
         for name in ("least", "most"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

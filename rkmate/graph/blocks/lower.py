@@ -151,7 +151,8 @@ class _Builder:
             for user in sorted(node.users, key=lambda u: u.args[1]):  # type: ignore[arg-type, return-value]
                 if user.target is not operator.getitem:
                     raise CaptureError(f"{node.target} returns several tensors that are used as one "
-                                       "list, which cannot be planned")
+                                       "list, which cannot be planned: use them one by one. rkmate.dtr "
+                                       "runs such models")
                 i = int(user.args[1])  # type: ignore[arg-type]
                 if not user.users and user not in self.results:
                     continue

@@ -13,8 +13,10 @@ from rkmate.torch_seam.nodes import sequence_number
 
 SHARE = 128
 LEAST = 1 << 16
+KEPT_SHARE = 16
 """Bytes of gradients that may wait for others wherever they are made, so that a step is not cut into too many
-functions: this number, or all gradients' bytes divided by `SHARE`."""
+functions: all gradients' bytes divided by `SHARE`, or `LEAST`, which in small steps is at most the bytes that
+the forward keeps for the backward, divided by `KEPT_SHARE`."""
 WORKING_SHARE = 32
 """Gradients may also take the bytes of the largest operation of their block (inputs and results) divided by
 this number, if the next largest operation is smaller by as much."""
@@ -50,6 +52,8 @@ class Partition:
     """C nodes after which an autograd function ends and hands over what it made."""
     separators: int
     """Number of cuts that are 1-separators."""
+    waiting: int | None = None
+    """Bytes of gradients that may wait for others, as `CutSettings` says."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ def partition(program: Program, settings: CutSettings = CutSettings()) -> Partit
     forward = sorted(cd.forward, key=lambda i: blocks.of[i])
     backward = sorted(cd.backward, key=lambda i: -blocks.of[i])
     order = [*forward, *backward]
-    return _in_order(program, order, tuple(blocks.of[i] for i in order), blocks.separators)
+    return _in_order(program, order, tuple(blocks.of[i] for i in order), blocks.separators,
+                     settings.waiting)
 
 
 def rearranged(parts: Partition, orders: Sequence[Sequence[int]]) -> Partition:
@@ -78,22 +83,23 @@ def rearranged(parts: Partition, orders: Sequence[Sequence[int]]) -> Partition:
     for block, local in zip(parts.blocks, orders, strict=True):
         for place, k in zip(block.c, local, strict=True):
             order[place] = block.c[k]
-    return _in_order(parts.program, order, parts.block_of, parts.separators)
+    return _in_order(parts.program, order, parts.block_of, parts.separators, parts.waiting)
 
 
-def _in_order(program: Program, order: Sequence[int], of: tuple[int, ...], separators: int) -> Partition:
+def _in_order(program: Program, order: Sequence[int], of: tuple[int, ...], separators: int,
+              waiting: int | None) -> Partition:
     """`of`: the block of each C node, in the new order."""
     cd, count = program.cd, max(of, default=HOISTED) + 1
     new_cd = replace(cd, c=tuple(cd.c[i] for i in order))
     place = {old: new for new, old in enumerate(order)}
     program = replace(program, cd=new_cd, operation=tuple(program.operation[i] for i in order),
                       constant=frozenset(place[i] for i in program.constant))
-    segments, releases = _segments(program, of)
+    segments, releases = _segments(program, of, waiting)
     program = replace(program, cd=replace(program.cd, releases=releases).verify())
     cuts, grads = _crossings(program.cd, of, count)
     pinned = frozenset(program.cd.outputs)
     parts = tuple(_block(program.cd, b, of, cuts, grads, pinned) for b in range(count))
-    return Partition(program, of, parts, cuts, grads, segments, separators)
+    return Partition(program, of, parts, cuts, grads, segments, separators, waiting)
 
 
 def cut_stages(program: Program, names: Sequence[str | None]) -> Stages:
@@ -122,13 +128,14 @@ def _origins(program: Program) -> list[int | None]:
     return result
 
 
-def _segments(program: Program, of: tuple[int, ...]) -> tuple[tuple[int, ...], Mapping[int, int]]:
+def _segments(program: Program, of: tuple[int, ...], waiting: int | None
+              ) -> tuple[tuple[int, ...], Mapping[int, int]]:
     """Return where autograd functions end, and after which C node each parameter gradient leaves.
 
     A function ends with its block, and earlier when the gradients that it still holds weigh more than
-    those that may wait (`SHARE`, `LEAST`, `WORKING_SHARE`): they leave before they could matter. A gradient
-    leaves only when the backward has read its parameter for the last time, as in eager mode: an optimizer
-    may change the parameter then.
+    those that may wait (`SHARE`, `LEAST`, `KEPT_SHARE`, `WORKING_SHARE`): they leave before they could
+    matter. A gradient leaves only when the backward has read its parameter for the last time, as in eager
+    mode: an optimizer may change the parameter then.
     """
     cd = program.cd
     parts: dict[int, list[int]] = {}
@@ -141,7 +148,9 @@ def _segments(program: Program, of: tuple[int, ...]) -> tuple[tuple[int, ...], M
         parts.setdefault(made, []).append(j)
         by_source.setdefault(source, []).append(j)
     total = sum(cd.d[j].size for js in parts.values() for j in js)
-    limit = max(total // SHARE, LEAST)
+    kept = sum(cd.d[j].size for j in {j for i in cd.backward for j in cd.c[i].inputs}
+               if (made := cd.producer[j]) is not None and made < cd.loss)
+    limit = max(total // SHARE, min(LEAST, kept // KEPT_SHARE) if waiting is None else waiting)
     leaving = {j for js in parts.values() for j in js}
     work = {i: sum(cd.d[j].size for j in {*cd.c[i].inputs, *cd.c[i].outputs} - leaving) for i in cd.backward}
     most: dict[int, int] = {}

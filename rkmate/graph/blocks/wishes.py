@@ -80,7 +80,7 @@ def wishes_of(parts: Partition, captured: Capture, pins: Mapping[str, Wish], pre
             before = wanted.setdefault(j, (wish, words))
             if before[0] != wish:
                 raise WishError(f"{before[1]} and {words} contradict each other: {graph.d[j].name} cannot be "
-                                "kept and computed again")
+                                "kept and computed again; leave one of them out")
 
     path_of = Modules()
     paths = [path_of(program.operation[i]).removeprefix(prefix) for i in range(graph.loss)]
@@ -111,10 +111,12 @@ def wishes_of(parts: Partition, captured: Capture, pins: Mapping[str, Wish], pre
         where = program.storage[found[number].node]
         if not isinstance(where, int):
             if hint.wish == "recompute":
-                raise WishError(f"{words}: this value is an input or a parameter, which no step computes")
+                raise WishError(f"{words}: this value is an input or a parameter, which no step computes: "
+                                "leave the hint out")
             continue
         if hint.wish == "recompute" and where in held:
-            raise WishError(f"{words}: this value is an output of the model, or a choice, and stays")
+            raise WishError(f"{words}: this value is an output of the model or a decision, which stays in "
+                            "memory: leave the hint out")
         data = {where} & saved
         wish(hint.wish, _with_unsaved(graph, data, saved | held) if hint.wish == "recompute" else data, words)
     return Wishes(joined | frozenset(made for j, (what, _) in wanted.items() if what == "keep"

@@ -339,7 +339,9 @@ def _export(flat: FlatModule, tensors: tuple[torch.Tensor, ...], values: Values 
     if local_names():
         if values is not None:
             raise CaptureError(f"{type(flat.model).__name__} has DTensor parameters, and its forward reads "
-                               "values of its inputs (.item(), masks), which cannot be planned together")
+                               "values of its inputs (.item(), masks), which cannot be planned together: "
+                               "read these values outside of the forward, or apply rkmate to the parts that "
+                               "read none")
         return flat
 
     def export() -> Any:

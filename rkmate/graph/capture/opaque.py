@@ -91,7 +91,8 @@ class OpaqueCall:
         """The module."""
         module = self.module()
         if module is None:
-            raise RuntimeError(f"{self.name}, which a plan runs as it is, is no longer there")
+            raise RuntimeError(f"{self.name}, which a plan runs as it is, is no longer there: wrap the "
+                               "model again")
         return module
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

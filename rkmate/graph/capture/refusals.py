@@ -26,8 +26,11 @@ from rkmate.torch_seam.dtensor import is_dtensor
 from rkmate.torch_seam.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
+    gathered_by_zero,
     has_backward_hooks,
     is_compiled_in_place,
+    is_of_zero,
+    is_prepared_by_zero,
     original_of,
 )
 from rkmate.torch_seam.nodes import VALUE, is_backward
@@ -446,11 +449,12 @@ _FLAT = ("FullyShardedDataParallel (FSDP1), which replaces parameters by views o
          f"forward: a plan cannot follow them. Instead, {_BY_LAYERS}")
 
 
-def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False) -> None:
+def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False, is_planned_later: bool = False
+                       ) -> None:
     """Raise `ArgumentError` for a model that was made parallel by others, with what to do instead.
 
     `hooks_outside`: the module's own hooks run around the trace: if it is sharded, they have gathered its
-    parameters.
+    parameters. `is_planned_later`: at its first call, before which `deepspeed.initialize` may still come.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     layers: set[int] = set()
@@ -464,11 +468,17 @@ def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False) -> None
             raise ArgumentError(f"{name or 'the model'} is a {_FLAT}")
         if isinstance(m, fsdp.FSDPModule) and not (m is model and hooks_outside):
             layers.update(map(id, m.parameters()))
+    gathered = {id(p) for p in gathered_by_zero(model)} if hooks_outside else set()
+    if is_planned_later and not is_prepared_by_zero(model):
+        gathered.update(map(id, model.parameters()))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if hasattr(tensor, "ds_id"):
-            raise ArgumentError(f"{name} is sharded by DeepSpeed's ZeRO stage 3, and exists as a whole only "
-                                "while its layer runs. Use stage 1 or 2 around a planned module, or "
-                                f"{_BY_LAYERS}")
+        if is_of_zero(tensor) and id(tensor) not in gathered:
+            raise ArgumentError(
+                f"{name} is sharded by DeepSpeed's ZeRO stage 3, and exists as a whole only while its layer "
+                "runs. Name the classes of the layers before deepspeed.initialize "
+                "(deepspeed.utils.set_z3_leaf_modules(model, [Block]), or \"leaf_module\" in the "
+                "configuration's \"zero_optimization\"), and use rkmate.apply(model, budget=...) without "
+                "sample inputs, which plans each of them at the first step")
         if not is_dtensor(tensor):
             continue
         if id(tensor) in layers:

@@ -459,7 +459,8 @@ class Values:
                 error: Exception | None) -> Any:
         """Return the twin of a call in its place. `error`: what the trace said."""
         ran = self._run(func, args, kwargs, tensors)
-        failed = error or CaptureError(f"{func.__name__} of values of the inputs cannot be repeated")
+        failed = error or CaptureError(f"{func.__name__} of values of the inputs cannot be repeated: "
+                                       "compute it outside of the forward. rkmate.dtr runs such models")
         if ran is None:
             raise failed
         real, writes = ran

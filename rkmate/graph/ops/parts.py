@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rkmate import device as devices
-from rkmate.torch_seam.own import OwnOperator, own_operator, register
+from rkmate.torch_seam.own import Over, OwnOperator, own_operator, register
 
 aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ def bytes_of_copies(inputs: Tensors) -> int:
 # A trace has no writes in place: a forward that fills a tensor column by column becomes a chain of copies of
 # the whole tensor, each with another column in it. These operators write to the tensor itself.
 
-_PARTS: dict[Any, tuple[Any, str]] = {
+PARTS: dict[Any, tuple[Any, str]] = {
     aten.select_scatter.default: (aten.select.int, "int dim, SymInt index"),
     aten.slice_scatter.default: (
         aten.slice.Tensor, "int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1"),
@@ -75,6 +75,50 @@ def _name(operator: Any) -> str:
 
 
 register([OwnOperator(f"{_name(scatter)}(Tensor(a!) into, Tensor values, {place}) -> Tensor(a!)",
-                      _write_to(view), direct=True) for scatter, (view, place) in _PARTS.items()])
-WRITES = {scatter: own_operator(_name(scatter)) for scatter in _PARTS}
+                      _write_to(view), direct=True) for scatter, (view, place) in PARTS.items()])
+WRITES = {scatter: own_operator(_name(scatter)) for scatter in PARTS}
 """Operators that write to a part of their first operand, by the operator of torch that writes to a copy."""
+
+
+# -- Writing to a part of a part -------------------------------------------------------------------
+#
+# In a trace, `x[:, t, :2] = y` writes to a copy of a row and this copy to a copy of the whole. Torch copies a
+# part with its strides: the copy of a row of each image takes as many bytes as all images.
+
+_DEFAULTS: dict[Any, tuple[int, ...]] = {
+    aten.select.int: (0, 0), aten.slice.Tensor: (0, 0, 2 ** 63 - 1, 1), aten.diagonal.default: (0, 0, 1)}
+"""Arguments of each view."""
+_VIEWS = {len(defaults): view for view, defaults in _DEFAULTS.items()}
+
+
+def step_to_part(operator: Any, arguments: Sequence[Any]) -> tuple[int, ...] | None:
+    """Return the numbers of a view of a part, or of the operator of torch that writes to it: how many
+    arguments without tensors it has, and these. None for another operator."""
+    defaults = _DEFAULTS.get(PARTS[operator][0] if operator in PARTS else operator)
+    if defaults is None:
+        return None
+    given = (*arguments, *[None] * (len(defaults) - len(arguments)))
+    return (len(defaults), *(default if value is None else value
+                             for value, default in zip(given, defaults, strict=True)))
+
+
+def _write_part_in_place(into: torch.Tensor, values: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+    part, left = into, list(steps)
+    while left:
+        n = left.pop(0)
+        part, left = _VIEWS[n](part, *left[:n]), left[n:]
+    part.copy_(values)
+    return into
+
+
+def _write_part(into: torch.Tensor, values: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+    return _write_part_in_place(into.clone(), values, steps)
+
+
+register([
+    OwnOperator("write_part(Tensor into, Tensor values, int[] steps) -> Tensor", _write_part,
+                in_place=Over("write_part_", 0)),
+    OwnOperator("write_part_(Tensor(a!) into, Tensor values, int[] steps) -> Tensor(a!)",
+                _write_part_in_place, direct=True)])
+WRITE_PART = own_operator("write_part")
+"""Writes to a part of a copy. The part is the end of several steps (`step_to_part`), one after the other."""

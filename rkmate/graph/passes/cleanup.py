@@ -1,5 +1,5 @@
 """Rewrites that remove superfluous nodes of a trace: dead code, copies, views that undo views, and copies of
-whole buffers of which only a part is read."""
+whole buffers of which only a part is read or written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate.graph.ops.parts import PARTS, WRITE_PART, WRITES, step_to_part
 from rkmate.graph.ops.properties import ALIASES, COPIES, RESHAPES, SQUEEZES, TURNS, is_random
 from rkmate.graph.passes.joint import Joint, adds, owner_of
 from rkmate.torch_seam.nodes import VALUE, is_backward
@@ -220,3 +221,68 @@ def _place(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _node(value: Any) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
+
+
+# -- Parts of parts --------------------------------------------------------------------------------
+
+
+def write_to_parts_of_parts(joint: Joint) -> None:
+    """Write to a part of a part in one step, and not again what was just written."""
+    results = joint.results()
+    position = {node: at for at, node in enumerate(joint.graph.nodes)}
+    for node in list(joint.graph.nodes):
+        writes = _writes(node)
+        if not writes:
+            continue
+        whole = _base(node)
+        value: torch.Tensor = whole.meta[VALUE]
+        new = node
+        if len(writes) > 1 and value.untyped_storage().nbytes() == value.nbytes:
+            new = _one_write(joint, writes, position)
+        if node not in results and (whole.target, whole.args[1:]) == (new.target, new.args[1:]):
+            joint.replace(new, whole)
+
+
+def _writes(node: fx.Node) -> list[fx.Node]:
+    """Return writes to parts of copies, the first to a copy of a whole tensor, each of the others to a copy
+    of the part that the previous one writes to."""
+    found: list[fx.Node] = []
+    while node.target in WRITES and not node.kwargs and node.meta[VALUE].numel() \
+            and (not found or _is_part(_base(node), found)):
+        found.append(node)
+        node = node.args[1]  # type: ignore[assignment]
+    return found
+
+
+def _is_part(node: fx.Node, writes: list[fx.Node]) -> bool:
+    """Return whether a node is the part that some writes write to."""
+    for write in reversed(writes):
+        step = step_to_part(write.target, write.args[2:])
+        if node.kwargs or step_to_part(node.target, node.args[1:]) != step:
+            return False
+        node = _base(node)
+    return node is _base(writes[0])
+
+
+def _one_write(joint: Joint, writes: list[fx.Node], position: dict[fx.Node, int]) -> fx.Node:
+    """Replace some writes by one to the whole tensor. Later readers of a part read it there."""
+    last = writes[0]
+    steps = [n for w in writes for n in step_to_part(w.target, w.args[2:]) or ()]
+    part = _inserted(joint, last, WRITE_PART, (_base(last), writes[-1].args[1], steps))
+    new = part
+    for write, inner in zip(writes, writes[1:], strict=False):
+        part = _inserted(joint, last, PARTS[write.target][0], (part, *write.args[2:]))
+        for reader in list(inner.users):
+            if position.get(reader, 0) > position[last]:
+                reader.replace_input_with(inner, part)
+    joint.replace(last, new)
+    return new
+
+
+def _inserted(joint: Joint, before: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    with joint.graph.inserting_before(before):
+        node = joint.graph.call_function(target, args)
+    given = fx.node.map_arg(args, lambda n: n.meta[VALUE])
+    with before.meta[VALUE].fake_mode:
+        node.meta = dict(before.meta) | {VALUE: target(*given)}
+    return node

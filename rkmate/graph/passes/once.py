@@ -32,7 +32,7 @@ def hand_hints_on(joint: Joint) -> None:
         before = wish_of(value)
         if before is not None and before[1] != hint.wish:
             raise WishError(f"rkmate.{before[1]} at {before[2]} and rkmate.{hint.wish} at {hint.place} "
-                            "contradict each other: they are about one value")
+                            "contradict each other: they are about one value; leave one of them out")
         carry_wish(value, (number, hint.wish, hint.place))
         joint.replace(hint.node, value)
         joint.graph.erase_node(hint.node)

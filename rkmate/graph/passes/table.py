@@ -16,6 +16,7 @@ from rkmate.graph.passes.cleanup import (
     drop_dead,
     read_what_was_written,
     shorten_views,
+    write_to_parts_of_parts,
 )
 from rkmate.graph.passes.fusion import fuse
 from rkmate.graph.passes.gradients import (
@@ -39,7 +40,7 @@ from rkmate.graph.passes.once import (
 from rkmate.graph.passes.outputs import put_outputs_back, take_outputs_off
 from rkmate.graph.passes.tiles.recurrent import segment_recurrent
 from rkmate.graph.passes.tiles.stretches import tile_stretches
-from rkmate.graph.passes.tiles.wide_products import tile_heads, tile_mlps
+from rkmate.graph.passes.tiles.wide_products import tile_heads
 from rkmate.graph.passes.verify import Verifier
 
 REWRITES: tuple[Rewrite[Joint], ...] = (
@@ -70,6 +71,10 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "Kernels that work tile by tile write and read parts of one buffer. In a trace, each write "
             "would copy the whole buffer.",
             read_what_was_written),
+    Rewrite("parts of parts",
+            "In a trace, `x[:, t, :2] += y` writes to a copy of a part, and this to a copy of the whole. "
+            "Torch copies a part with its strides, which may take as many bytes as the whole.",
+            write_to_parts_of_parts),
     Rewrite("tiles",
             "One layer often sets the smallest budget. If a budget needs it, stretches of operations run a "
             "few images of a batch, bands of an image, blocks of a sequence or columns of weights at a time; "
@@ -121,11 +126,6 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "product, its losses and their gradients are computed a few rows at a time; the last bits of "
             "the weight's gradient differ.",
             tile_heads),
-    Rewrite("tiled MLPs",
-            "Between the two products of a transformer's MLP, a token takes about four times the memory "
-            "that it takes elsewhere. If a budget needs it, MLPs run a few rows at a time; the last bits of "
-            "their weights' gradients differ.",
-            tile_mlps),
     Rewrite("rows of embeddings",
             "Torch makes an embedding's gradient as large as its table, mostly zeros. If the table has "
             "another gradient (of a head that it is tied to), this would be a second matrix of that size: "

@@ -126,7 +126,8 @@ class _Registered:
         for path, module, name, before in self._parameters:
             if parameters_of(module).get(name) is not before:
                 raise CaptureError(f"{self._model}: the forward replaces the parameter "
-                                   f"{_full(path, name)!r}, which a captured step would not repeat")
+                                   f"{_full(path, name)!r}, which a captured step would not repeat: change "
+                                   "its values outside of the forward, or keep it in a buffer")
         # A sharded layer seems to be empty until it is called: what it has then is not new.
         seen = {name.rpartition(".")[0] for name in self._known}
         for made, kind in self._names().items():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rkmate.graph.blocks.cut import CutSettings
 from rkmate.graph.blocks.partition import (
+    KEPT_SHARE,
     LEAST,
     SHARE,
     WORKING_SHARE,
@@ -115,9 +116,12 @@ def _another_order(graph: CDGraph, rng: object) -> list[int]:
 
 
 def heavy(weights: Sequence[int]) -> CDGraph:
-    """A row of nodes whose parameters' gradients have these sizes, and no other size counts."""
+    """A row of nodes whose parameters' gradients have these sizes, and whose forward keeps so much that no
+    other size counts."""
     cd = trained(chain(len(weights)), [1] * len(weights))
-    sizes = {j: weights[int(cd.d[j].name[1:])] for j in cd.releases}
+    kept = -(-KEPT_SHARE * LEAST // (len(weights) - 1))
+    sizes = {j: kept for i in cd.forward for j in cd.c[i].outputs}
+    sizes |= {j: weights[int(cd.d[j].name[1:])] for j in cd.releases}
     return replace(cd, d=tuple(replace(d, size=sizes.get(j, d.size)) for j, d in enumerate(cd.d)))
 
 
@@ -142,6 +146,16 @@ def test_a_function_ends_once_its_gradients_weigh_enough() -> None:
     assert ends(parts) == ["b6", "b4", "b2", "b0"]
     parts = partition(program_of(heavy([LEAST * SHARE * 4, *[LEAST] * 7])), CutSettings(8, 45))
     assert ends(parts) == ["b3", "b0"]
+
+
+def test_fewer_gradients_wait_in_a_step_that_keeps_little() -> None:
+    """A function of all gradients would take more than eager mode, which holds one at a time."""
+    cd = heavy([LEAST // 4] * 8)
+    assert ends(partition(program_of(cd), CutSettings(8, 45))) == ["b4", "b0"]
+    forward = {j for i in cd.forward for j in cd.c[i].outputs}
+    small = replace(cd, d=tuple(replace(d, size=d.size // 4) if j in forward else d
+                                for j, d in enumerate(cd.d)))
+    assert ends(partition(program_of(small), CutSettings(8, 45))) == [f"b{k}" for k in range(7, -1, -1)]
 
 
 def test_a_gradient_waits_for_the_last_read_of_its_parameter() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from rkmate.graph.ops.parts import WRITE_PART
 from rkmate.measure.step import measure_peak
 from tests.equality import assert_same_step
 from tests.graph.passes.graphs import Made, aten, run, targets
@@ -51,6 +52,43 @@ def test_what_the_forward_overwrites_is_no_part() -> None:
     z = made.call(aten.mul.Tensor, made.call(aten.slice.Tensor, b, 1, 0, 8), 2.0)
     moved = made.call(aten.add.Tensor, b, 1)
     assert aten.slice.Tensor in targets(run("written parts", made.work([z], (), [(b, moved)])))
+
+
+def nested(made: Made, whole: Any, value: Any) -> tuple[Any, Any]:
+    """A value, written to two columns of the second row; and the row."""
+    row = made.call(aten.slice_scatter.default, made.call(aten.select.int, whole, 0, 1), value, 0, 2, 4)
+    return made.call(aten.select_scatter.default, whole, row, 0, 1), row
+
+
+def test_a_part_of_a_part_is_written_once() -> None:
+    made = Made()
+    whole = made.call(aten.zeros.default, [4, 8])
+    value = made.call(aten.neg.default, made.source("input", 0, 2))
+    written, row = nested(made, whole, value)
+    again = made.call(aten.slice_scatter.default, row, value, 0, 2, 4)
+    again = made.call(aten.select_scatter.default, written, again, 0, 1)
+    work = run("parts of parts", made.work([made.call(aten.exp.default, again)]))
+    assert targets(work) == [aten.zeros.default, aten.neg.default, WRITE_PART, aten.exp.default]
+    assert next(n for n in work.graph.nodes if n.target is WRITE_PART).args[2] == [2, 0, 1, 4, 0, 2, 4, 1]
+
+
+def test_a_reader_of_the_part_reads_it_in_the_whole() -> None:
+    made = Made()
+    whole = made.call(aten.zeros.default, [4, 8])
+    written, row = nested(made, whole, made.source("input", 0, 2))
+    outputs = [made.call(aten.exp.default, written), made.call(aten.neg.default, row)]
+    assert targets(run("parts of parts", made.work(outputs))) == [
+        aten.zeros.default, WRITE_PART, aten.select.int, aten.exp.default, aten.neg.default]
+
+
+@pytest.mark.parametrize("other", ["part", "whole"])
+def test_parts_of_other_tensors_stay(other: str) -> None:
+    made = Made()
+    whole, value = made.call(aten.zeros.default, [4, 8]), made.source("input", 0, 2)
+    row = made.call(aten.select.int, whole if other == "part" else made.source("input", 1, 4, 8), 0, 2)
+    row = made.call(aten.slice_scatter.default, row, value, 0, 2, 4)
+    z = made.call(aten.select_scatter.default, whole, row, 0, 1)
+    assert WRITE_PART not in targets(run("parts of parts", made.work([z])))
 
 
 class TileByTile(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Rewrites of wide products (heads and MLPs), which run a few rows at a time. The gradients are exact, except
+"""Rewrites of wide products (heads), which run a few rows at a time. The gradients are exact, except
 that weight gradients are added up in another order, so that their last bits differ."""
 
 from __future__ import annotations
@@ -371,52 +371,3 @@ def weight_of(product: fx.Node) -> fx.Node:
         node = node.args[0]
     found: fx.Node = node
     return found
-
-# -- MLPs ------------------------------------------------------------------------------------------
-#
-# A product, an elementwise operation on its result, and a product back. Between the two products of a
-# transformer's MLP, a token takes about four times the memory that it takes elsewhere. In tiles, the memory
-# of a block does not grow with the sequence, except for its inputs and results. The backward computes the
-# first products again.
-
-ROWS = 256
-"""Of a tile, at least: with as many, adding up the weights' gradients is a small share of the products."""
-MOST_PARTS = 256
-
-
-def tile_mlps(joint: Joint) -> None:
-    """Note the weights of wide MLPs; let the MLPs run a few rows at a time where that is asked for."""
-    late, leaving = late_nodes(joint), joint.results()
-    found = seeds_of(joint.graph, _is_wide_mlp, lambda seed: _mlp(seed, late, leaving))
-    names = [joint.name(weight_of(seed)) for seed in found]
-    if "tiled-mlps" in joint.choices:
-        names = [name for name, seed in zip(names, found, strict=True)
-                 if (region := _mlp(seed, late_nodes(joint), joint.results())) is not None
-                 and tile(joint, region, "mlp", parts_of(region), in_forward=False)]
-    joint.concerned["tiled-mlps"] = tuple(dict.fromkeys(names))
-
-
-def parts_of(region: Region) -> int:
-    """Return the number of tiles in which a region runs: as many as have enough rows."""
-    return max(1, min(MOST_PARTS, region.rows // ROWS))
-
-
-def _is_wide_mlp(node: fx.Node) -> bool:
-    if node.target not in PRODUCTS or is_backward(node) or not is_wide(node.meta[VALUE], 0):
-        return False
-    x: Any = node.args[-2]
-    rows, width = node.meta[VALUE].shape
-    return bool(width > x.meta[VALUE].shape[1] and rows >= 2 * ROWS)
-
-
-def _mlp(seed: fx.Node, late: Collection[fx.Node], leaving: Collection[fx.Node]) -> Region | None:
-    """Return the region of an MLP; None if the product is not an MLP's: it depends on no product of narrow
-    values, or others read a wide value (an attention's queries, the input of dropout). `late`, `leaving`: as
-    for a head."""
-    region = grow(seed)
-    if any(region.wide(n) and n not in region.sums for n in region.results(leaving)) \
-            or any(form != 0 and n not in region.forms and region.wide(n)
-                   for made in region.forms for n, form in region.needs(made).items()):
-        return None
-    back = [n for n in region.forms if n not in late and n.target in PRODUCTS and not region.wide(n)]
-    return region if back else None

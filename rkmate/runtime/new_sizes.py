@@ -1,23 +1,20 @@
-"""Calls of other lengths and sizes: lengths planned ahead, and captures derived from those of other sizes.
+"""Captures of calls of new sizes, derived from those of other sizes.
 
-Lengths are planned ahead on request: ``RunSettings(lengths=(128, 256), pad={"input_ids": 0})``. The length is
-the second dimension. The arguments that `pad` names (without it, all that have such a dimension) have one
-length. `rkmate.runtime.adapters.Padding` pads calls to the planned lengths.
+Two full captures of a call at different sizes, and dry runs of both, give the graph of a third
+(`rkmate.graph.sizes.family`). Each is a member of a family: the signatures that are equal except for the
+lengths and strides of the arguments.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
-from rkmate.errors import ArgumentError
 from rkmate.graph.capture.captured import Capture
 from rkmate.graph.ops.properties import kind_of_number
 from rkmate.graph.sizes.dry_run import Recording
@@ -26,99 +23,6 @@ from rkmate.runtime.guards import Guards
 from rkmate.support.planning_lock import capture_lock
 
 logger = logging.getLogger("rkmate")
-
-# -- Lengths planned ahead -------------------------------------------------------------------------
-
-
-DIMENSION = 1
-"""Dimension of a sequence, in arguments and outputs: the one after the batch."""
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """The lengths that are planned ahead, and how inputs are brought to them."""
-
-    lengths: tuple[int, ...]
-    """Planned lengths, in increasing order."""
-    pad: Mapping[str, int | float | bool] | None
-    """Argument name -> what it is padded with; None: nothing is padded."""
-    names: tuple[str, ...]
-    """Names of the positional arguments."""
-
-    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name."""
-        return {**dict(zip(self.names, args, strict=False)), **kwargs}
-
-    def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]
-                ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the sample at every planned length: cut, or made longer by its own last elements (which are
-        valid indices)."""
-        named = self.named(args, kwargs)
-        length = common_length({k: v for k, v in named.items() if self.pad is None or k in self.pad})
-
-        def at(value: Any, longer: int) -> Any:
-            return resized(value, longer, None) if length_of(value) == length else value
-
-        return [(tuple(at(a, n) for a in args), {k: at(v, n) for k, v in kwargs.items()})
-                for n in self.lengths]
-
-
-def checked_lengths(model: nn.Module, lengths: Any, pad: Any) -> Lengths | None:
-    """Check the arguments `lengths` and `pad` of a public call. Raises `ArgumentError`."""
-    if lengths is None:
-        if pad is not None:
-            raise ArgumentError("pad says how inputs are brought to the next of some lengths: give lengths, "
-                                "too")
-        return None
-    whole = isinstance(lengths, Sequence) and lengths and all(
-        isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in lengths)
-    if not whole:
-        raise ArgumentError(f"lengths is {lengths!r}; it should be some numbers of elements: (128, 256, 512)")
-    names = tuple(p.name for p in inspect.signature(model.forward).parameters.values()
-                  if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-    if pad is not None and (not isinstance(pad, Mapping) or not pad or not all(
-            isinstance(k, str) and isinstance(v, (int, float)) for k, v in pad.items())):
-        raise ArgumentError(f'pad is {pad!r}; it should name a padding value for each argument: '
-                            '{"input_ids": 0, "attention_mask": 0, "labels": -100}')
-    return Lengths(tuple(sorted(set(lengths))), None if pad is None else dict(pad), names)
-
-
-def length_of(value: Any) -> int | None:
-    """Return the length of a tensor that has one."""
-    return value.shape[DIMENSION] if isinstance(value, torch.Tensor) and value.dim() > DIMENSION else None
-
-
-def common_length(values: Mapping[str, Any]) -> int:
-    """Return the length of arguments that should have one. Raises `ArgumentError`."""
-    found = {k: n for k, v in values.items() if (n := length_of(v)) is not None}
-    if len(set(found.values())) != 1:
-        raise ArgumentError(f"lengths= needs arguments with one length in dimension {DIMENSION}, and there "
-                            f"are {found or 'none'}: name those that have it with pad=")
-    return next(iter(found.values()))
-
-
-def resized(value: Any, length: int, fill: float | None) -> Any:
-    """Return a tensor of another length; longer by `fill`, or by its own last elements."""
-    now = length_of(value)
-    if now is None or now == length:
-        return value
-    if now > length:
-        made = value.detach().narrow(DIMENSION, 0, length).contiguous()
-        return made.requires_grad_(value.requires_grad)
-    shape = list(value.shape)
-    shape[DIMENSION] = length - now
-    end = value.new_full(shape, fill) if fill is not None else \
-        value.detach().narrow(DIMENSION, now - 1, 1).expand(shape)
-    made = torch.cat([value if fill is not None else value.detach(), end], DIMENSION)
-    return made if fill is not None else made.requires_grad_(value.requires_grad)
-
-
-# -- Captures of other sizes -----------------------------------------------------------------------
-#
-# Two full captures of a call at different sizes, and dry runs of both, give the graph of a third
-# (`rkmate.graph.sizes.resized`). Each is a member of a family: the signatures that are equal except for the
-# lengths and strides of the arguments.
-
 
 MEMBERS = 4
 """Captures that a new size is derived from, at most: the latest."""
