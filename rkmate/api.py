@@ -18,13 +18,7 @@ from torch import nn
 from rkmate.budget import Budget, parse_budget
 from rkmate.devices import GPU
 from rkmate.errors import ArgumentError, CaptureError
-from rkmate.graph.capture.refusals import (
-    flags_to_plan,
-    refuse_data_parallelism,
-    refuse_parallelism,
-    refuse_what_cannot_repeat,
-    uncompiled,
-)
+from rkmate.graph.capture.refusals import refuse_parallelism, refuse_what_cannot_repeat, uncompiled
 from rkmate.parts.apply import (
     planned_call_of,
     put_plan_into,
@@ -37,6 +31,7 @@ from rkmate.parts.one_budget import sharded_layers
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import ADAM_STATES, BatchSize, device_share, largest_batch
 from rkmate.pipeline.loss import loss_inside, traceable
+from rkmate.pipeline.model_state import flags_to_plan, refuse_data_parallelism
 from rkmate.pipeline.prepare import Blocked, Measured, Traced, check_model, trace
 from rkmate.pipeline.refuse import room_within
 from rkmate.pipeline.search import make_curve, make_plan

@@ -18,11 +18,11 @@ from rkmate.api import checked_sample, remove, wrap
 from rkmate.comparison.measured import loss_of
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import ArgumentError
-from rkmate.graph.capture.refusals import flags_to_plan
 from rkmate.graph.capture.state import HostDraws
 from rkmate.graph.capture.structure import take_apart
 from rkmate.measure.step import measure_step
 from rkmate.pipeline.loss import loss_inside
+from rkmate.pipeline.model_state import flags_to_plan
 from rkmate.pipeline.settings import Settings
 from rkmate.settings import Options, chosen
 from rkmate.show.amounts import count, duration, share, size

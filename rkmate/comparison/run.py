@@ -15,10 +15,10 @@ from rkmate.budget import Budget, parse_budget
 from rkmate.comparison.measured import Bench
 from rkmate.comparison.table import Comparison, Row
 from rkmate.errors import ArgumentError, ScheduleError, SolverError
-from rkmate.graph.capture.refusals import flags_to_plan
 from rkmate.pipeline.attempts import attempted
 from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.loss import trains_of
+from rkmate.pipeline.model_state import flags_to_plan
 from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.refuse import limit_of
 from rkmate.pipeline.solve import Solved, solve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -236,9 +237,12 @@ def _read(kind: Any, value: Any) -> Any:
     return dict(value) if get_origin(kind) is Mapping else kind(value)
 
 
+_types_of = functools.cache(get_type_hints)
+
+
 def _read_fields(kind: Any, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a dataclass; those that have a default, and are not there, are left out."""
-    kinds, found = get_type_hints(kind), {}
+    kinds, found = _types_of(kind), {}
     for f in fields(kind):
         key = _KEYS.get(f.name, f.name)
         if key in content or f.default is f.default_factory is MISSING:

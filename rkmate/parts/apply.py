@@ -18,18 +18,14 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
-from rkmate.graph.capture.refusals import (
-    flags_to_plan,
-    refuse_data_parallelism,
-    refuse_without_shape,
-    tell_of_compiled,
-)
+from rkmate.graph.capture.refusals import refuse_without_shape, tell_of_compiled
 from rkmate.offload.target import Engines
 from rkmate.parts.by_parts import Parts
 from rkmate.parts.one_budget import sharded_layers, take_watch_from
 from rkmate.parts.sharded import Sharded
 from rkmate.parts.sharded_step import Follower
 from rkmate.parts.stages import Stages
+from rkmate.pipeline.model_state import flags_to_plan, refuse_data_parallelism
 from rkmate.runtime.kept_plans import (
     REPLACED,
     Executable,

@@ -12,11 +12,12 @@ from rkmate import device as devices
 from rkmate.budget import Budget, DeviceShare, parse_budget
 from rkmate.errors import ArgumentError, InfeasibleBudget
 from rkmate.graph.capture.captured import Capture
-from rkmate.graph.capture.refusals import flags_to_plan, refuse_what_cannot_repeat
+from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.sizes.resized import KnownCall, derived, known_call, one_family, possible
 from rkmate.pipeline.device_room import LEFT_ALONE
 from rkmate.pipeline.loss import traceable
+from rkmate.pipeline.model_state import flags_to_plan
 from rkmate.pipeline.prepare import Prepared, Traced, check_model, prepare, trace
 from rkmate.pipeline.search import plan_prepared, smallest_peak_of
 from rkmate.pipeline.settings import Settings

@@ -25,7 +25,6 @@ from rkmate.graph.blocks.order import reordered
 from rkmate.graph.blocks.partition import Partition, Stages, cut_stages, partition
 from rkmate.graph.blocks.wishes import Wishes, check_names, wishes_of
 from rkmate.graph.capture.captured import Capture, Source
-from rkmate.graph.capture.refusals import refuse_gradients_in_place
 from rkmate.graph.capture.structure import owner_name, take_apart, tensor_called
 from rkmate.graph.passes.fusion import Cluster
 from rkmate.graph.passes.once import unrepeatable
@@ -47,6 +46,7 @@ from rkmate.measure.temporaries import with_memory_of_groups
 from rkmate.offload.target import link_of
 from rkmate.pipeline.elsewhere import as_there
 from rkmate.pipeline.loss import ModelAndLoss, how_to_train, traceable, trained_outputs, trains_of
+from rkmate.pipeline.model_state import refuse_gradients_in_place
 from rkmate.pipeline.origin import origin_of
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first, settings_that_keep

@@ -148,8 +148,9 @@ def summarise(prepared: Prepared) -> GraphSummary:
     program, graph = parts.program, prepared.graph
     computations = tuple(
         Computation(c.name, _operation(node), module_of(node), c.phase, parts.block_of[i], c.inputs,
-                    c.outputs, c.time, c.overhead, c.random, i in program.constant,
-                    c.donors, c.alternatives, c.decides, c.adds, c.exchanges)
+                    c.outputs, c.time, c.overhead, random=c.random, constant=i in program.constant,
+                    donors=c.donors, alternatives=c.alternatives, decides=c.decides, adds=c.adds,
+                    exchanges=c.exchanges)
         for i, (c, node) in enumerate(zip(graph.c, program.operation, strict=True)))
     storages = tuple(Storage(d.name, d.size, d.kind, _shape(owner.meta.get(VALUE)))
                      for d, owner in zip(graph.d, program.owner, strict=True))

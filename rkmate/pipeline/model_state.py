@@ -1,0 +1,118 @@
+"""What two settings need of a model: gradients that may be added up in place, and train mode."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from rkmate.errors import ArgumentError
+from rkmate.torch_seam.modules import running_data_parallel
+from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks
+
+# -- Gradients in place ----------------------------------------------------------------------------
+#
+# Whether gradients of parameters can be added straight to what stands in ``.grad``, or somebody wants them
+# as tensors.
+
+
+IN_PLACE = 'gradients="in_place"'
+RETURNED = 'gradients="returned" (the default) hands gradients to autograd'
+
+
+def refuse_gradients_in_place(model: nn.Module) -> None:
+    """Raise `ArgumentError` where something in a model needs the gradient of a parameter as a tensor."""
+    refuse_data_parallelism(*model.modules())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (why := obstacle(parameter)):
+            raise ArgumentError(f"{IN_PLACE}: the parameter {name!r} {why}. {RETURNED}")
+
+
+def refuse_data_parallelism(*modules: nn.Module) -> None:
+    """Raise `ArgumentError` where gradients are exchanged, by one of these modules or by the
+    DistributedDataParallel that runs now."""
+    distributed = torch.nn.parallel.DistributedDataParallel
+    kinds: list[type] = [distributed, torch.nn.parallel.DataParallel]
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        kinds += [fsdp.FSDPModule, fsdp.FullyShardedDataParallel]
+    around = running_data_parallel()
+    found = next((m for m in modules if isinstance(m, tuple(kinds))), around)
+    if found is not None:
+        raise ArgumentError(f"{IN_PLACE}: {type(found).__name__} exchanges gradients between processes or "
+                            f"threads, and needs them as tensors. {RETURNED}")
+
+
+def obstacle(parameter: torch.Tensor) -> str:
+    """Return why only autograd may add to a parameter's gradient, as the end of a sentence about the
+    parameter; empty if others may."""
+    if has_gradient_hooks(parameter):
+        return "has a gradient hook, which needs the gradient as a tensor"
+    if has_accumulation_hooks(parameter):
+        return "has a hook that runs after its gradient was accumulated"
+    if not parameter.is_leaf:
+        return "is computed from other tensors: its gradient goes on to those"
+    if type(parameter) not in (torch.Tensor, nn.Parameter):
+        return f"is a {type(parameter).__name__}, whose gradient may be something else than a plain tensor"
+    grad = parameter.grad
+    if grad is None:
+        return ""
+    if grad.layout is not torch.strided:
+        return f"has a gradient of the layout {grad.layout}: set it to None, or make it dense"
+    if type(grad) is not torch.Tensor:
+        return f"has a gradient that is a {type(grad).__name__}: set it to None"
+    if _form(grad) != _form(parameter):
+        return (f"has a gradient of another form than itself ({_words(grad)}, not {_words(parameter)}): set "
+                "it to None")
+    return ""
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return shape, dtype, device, and the strides of dimensions with more than one element."""
+    strides = tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+    return tensor.shape, tensor.dtype, tensor.device, strides if tensor.numel() else ()
+
+
+def _words(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
+
+
+# -- Train mode ------------------------------------------------------------------------------------
+#
+# Models that libraries hand out in eval mode: their plans are for training.
+
+
+@contextmanager
+def flags_to_plan(model: nn.Module, training: bool | None) -> Iterator[None]:
+    """Give a model the train flags to plan for inside the context; afterwards restore its flags.
+
+    ``from_pretrained`` returns models in eval mode, and a Trainer switches to train mode later.
+
+    Args:
+        training: None: of a model in eval mode as its own `train` sets them, which is said, and of others
+            as they are. True: as its `train` sets them. False: as they are.
+
+    Raises:
+        ArgumentError: `training` is something else.
+    """
+    if training not in (None, True, False):
+        raise ArgumentError(f"training is {training!r}; it should be True, False or None")
+    if training is False or (training is None and model.training):
+        yield
+        return
+    before = [(m, m.training) for m in model.modules()]
+    if training is None:
+        logging.getLogger("rkmate").warning(
+            "%s is in eval mode: it is planned in train mode (training=False plans it as it is)",
+            type(model).__name__)
+    try:
+        model.train()
+        yield
+    finally:
+        for m, flag in before:
+            m.training = flag
