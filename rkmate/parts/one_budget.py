@@ -94,6 +94,7 @@ class Watch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
+        self.observer.ran.add(id(self._module))
         if is_unobserved():
             return own_call(self._module)(*args, **kwargs)
         return self.observer.called_inside(self._module, args, kwargs)
@@ -345,6 +346,8 @@ class OneBudget:
             opaque="auto" if settings.opaque == "auto" else ()))
         """How parts are planned."""
         self._told: set[str] = set()
+        self.ran: set[int] = set()
+        """Ids of the submodules that were called while they were watched, also where nothing was observed."""
         self._watched: list[nn.Module] = []
 
     def _why(self) -> str:
