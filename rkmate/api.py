@@ -230,8 +230,9 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     call = chosen(options, plan)
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
-    with elsewhere.on_gpu(gpu, model), _parts_named(model, call.settings):
-        planning, traced = _traced(model, args, kwargs, budget, call, gpu)
+    with elsewhere.on_gpu(gpu, model):
+        with _parts_named(model, call.settings):
+            planning, traced = _traced(model, args, kwargs, budget, call, gpu)
         made = make_plan(traced, planning.budget, planning.planner).plan
     return elsewhere.told(made, gpu)
 
@@ -263,11 +264,12 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     call = chosen(options, tradeoff)
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
-    with elsewhere.on_gpu(gpu, model), _parts_named(model, call.settings):
-        args, kwargs = checked_sample(model, args, kwargs)
+    with elsewhere.on_gpu(gpu, model):
+        with _parts_named(model, call.settings):
+            args, kwargs = checked_sample(model, args, kwargs)
         wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
         planning = _planning(1.0, None, call, gpu)
-        with flags_to_plan(model, call.settings.run.training):
+        with flags_to_plan(model, call.settings.run.training), _parts_named(model, call.settings):
             traced = trace(model, args, kwargs, planning.settings, Progress(call.progress))
         made = make_curve(traced, wanted, planning.planner)
     return Curve(tuple(elsewhere.told(plan, gpu) for plan in made))

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,16 +92,25 @@ def load_target(name: str, device: str | None = None, mesh: Any = None) -> Targe
     else:
         try:
             factory: Callable[..., Any] = _factory(name)
+            if mesh is None:
+                _check_arguments(name, factory)
             made = factory(mesh) if mesh is not None and inspect.signature(factory).parameters else factory()
         except RkmateError:
             raise
         except Exception as error:
             raise TargetError(name, error) from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ArgumentError(f"{name} returned {type(made).__name__}; it should return (model, args) or "
+        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise ArgumentError(f"{name} returned {what}; it should return (model, args) or "
                             "(model, args, kwargs), such as (model, (x,))")
     model, args = made[:2]
     kwargs = made[2] if len(made) == 3 else {}
+    if isinstance(args, Mapping) and not kwargs:
+        raise ArgumentError(f"{name} returned args of type {type(args).__name__}; arguments with names come "
+                            "third: (model, (), {'x': x})")
+    if callable(kwargs):
+        raise ArgumentError(f"{name} returned a function in the place of kwargs; for a loss outside of the "
+                            "model, return (rkmate.with_loss(model, loss), args, {'loss_args': (y,)})")
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
         raise ArgumentError(f"{name} returned args of type {type(args).__name__} and kwargs of type "
                             f"{type(kwargs).__name__}; they should be a tuple and a dict: the arguments of "
@@ -110,6 +119,20 @@ def load_target(name: str, device: str | None = None, mesh: Any = None) -> Targe
     if device is not None:
         model, args, kwargs = _moved(model, tuple(args), kwargs, device)
     return Target(model, tuple(args), kwargs)
+
+
+def _check_arguments(name: str, factory: Callable[..., Any]) -> None:
+    """Raise `ArgumentError` for a function that needs arguments."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):         # of an extension module
+        return
+    needed = [p.name for p in parameters if p.default is p.empty
+              and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        raise ArgumentError(f"target is {name!r}: the function takes {', '.join(needed)}; give the name of "
+                            "one without arguments, which returns (model, args)"
+                            f"{'' if len(needed) > 1 else ', or of a mesh with --mesh'}")
 
 
 def _factory(name: str) -> Callable[[], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -250,6 +250,26 @@ def outermost(model: nn.Module) -> Iterator[nn.Module]:
             yield from outermost(module)
         else:
             yield module
+
+
+def layers_left_out(model: nn.Module, called: Container[int]) -> tuple[float, int]:
+    """Return by what factor a step may grow that calls all members of a model's outermost lists of modules,
+    and how many members were not called. `called`: ids of the modules that were.
+
+    A list without a called member does not count: it may be of another use of the model.
+    """
+    lists: list[nn.ModuleList] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and module not in inside:
+            inside.update(module.modules())
+            lists.append(module)
+    members = [[m for m in members if is_worth_looking_at(m)] for members in lists]
+    members = [found for found in members if any(id(m) in called for m in found)]
+    whole = [m for found in members for m in found]
+    now = [m for m in whole if id(m) in called]
+    weight = [sum(p.nbytes for m in some for p in m.parameters()) for some in (whole, now)]
+    return max(len(whole) / max(1, len(now)), weight[0] / max(1, weight[1]), 1.0), len(whole) - len(now)
 
 
 def is_worth_looking_at(module: nn.Module) -> bool:

@@ -101,6 +101,7 @@ class Watch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
+        self.observer.ran.add(id(self._module))
         if is_unobserved():
             return own_call(self._module)(*args, **kwargs)
         return self.observer.called_inside(self._module, args, kwargs)
@@ -339,6 +340,9 @@ class OneBudget:
     """Whether a step may go on when the backward of all of its calls so far is over."""
     _keeps_gradients = True
     """Whether the gradients of parameters stay until the backward of a call is over."""
+    _left_out = 1.0, 0
+    """By what factor the rest of a step may grow, as some layers were not called in what was observed; and
+    their number."""
 
     def __init__(self, model: nn.Module, planning: Planning) -> None:
         settings = planning.settings
@@ -349,6 +353,8 @@ class OneBudget:
             opaque="auto" if settings.opaque == "auto" else ()))
         """How parts are planned."""
         self._told: set[str] = set()
+        self.ran: set[int] = set()
+        """Ids of the submodules that were called while they were watched, also where nothing was observed."""
         self._watched: list[nn.Module] = []
 
     def _why(self) -> str:
@@ -399,12 +405,16 @@ class OneBudget:
         choice = share_out(items, budget - beside, alone, moments)
         if choice is None or early > budget:
             least = max(early, smallest_limit(items, alone, moments) + beside)
+            outside = max((m.bytes for m in moments), default=max(rest.figures[:3]))
+            plain, (growth, left_out) = rest.plain, self._left_out
             if self._plain_is_fallback:
-                least = min(least, rest.plain)
+                least = min(least, plain)
+            least, plain = (n + round((growth - 1) * outside) for n in (least, plain))
             raise InfeasibleBudget(self._too_large.format(
-                name=self._type, budget=budget,
-                outside=max((m.bytes for m in moments), default=max(rest.figures[:3])), least=least,
-                share=least / max(1, rest.plain), plain=rest.plain, why=self._why()), least)
+                name=self._type, budget=budget, outside=outside, least=least,
+                share=least / max(1, plain), plain=plain, why=(
+                    f", with room for what was not called in this step (layers: {left_out})"
+                    if left_out else "") + self._why()), least)
         chosen = [item.ways[way] for item, way in zip(items, choice.ways, strict=True)]
         spare: dict[int, int] = {}
         for moment in moments:

@@ -430,7 +430,8 @@ def measured_costs(blocked: Blocked, memory: CostMemory, settings: MeasureSettin
         except (IndexError, RuntimeError) as error:
             if isinstance(error, RkmateError):
                 raise
-            raise CaptureError(f"{traced.name} does not run on the sample inputs: {error}") from error
+            raise CaptureError(f"{traced.name} does not run on the sample inputs: {error}. Correct the "
+                               "inputs, or the dtypes and devices of the model") from error
 
 
 def prepare(traced: Traced, variant: Variant | None = None, *, blocked: Blocked | None = None,

@@ -63,6 +63,11 @@ def test_a_loss_and_an_optimizer() -> None:
     assert found.planned.losses[-1] < found.planned.losses[0] / 2
 
 
+def test_losses_that_are_no_numbers_are_the_same() -> None:
+    found = checked(model(), loss=lambda y: y.sum().log() * float("nan"), steps=2)
+    assert found.same_losses and found.same_bits
+
+
 def test_several_calls_before_the_backward() -> None:
     assert checked(model(), calls=2).same_bits
 

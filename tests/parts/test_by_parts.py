@@ -541,6 +541,47 @@ def test_calls_without_room_leave_the_others_their_plans(monkeypatch: pytest.Mon
     same_steps(plain, model, plainly)
 
 
+class Around(Looking):
+    """A layer that looks at its values, with a part that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.inner(x))
+
+
+class Without(Stack):
+    """Layers, one of which may be left out."""
+
+    left_out = -1
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = x if k == self.left_out else layer(x)
+        return F.cross_entropy(self.head(x), y)
+
+
+@pytest.mark.parametrize("first", [-1, 1])
+def test_the_smallest_budget_of_an_error_has_room_for_layers_that_dropped_out(first: int) -> None:
+    model = Without([Around() for _ in range(3)])
+
+    def step(left_out: int, budget: int) -> nn.Module:
+        again = copy.deepcopy(model)
+        again.left_out = left_out
+        applied(again, budget)
+        for _ in range(2):
+            train(again, plainly, 0)
+        return again
+
+    with pytest.raises(rkmate.InfeasibleBudget) as raised:
+        step(first, 1000)
+    assert ("with room for what was not called in this step (layers: 1)" in str(raised.value)) is (first >= 0)
+    for left_out in (-1, 0, 2):
+        assert peak(step(left_out, raised.value.minimum_bytes), plainly, 0) <= raised.value.minimum_bytes
+
+
 class Levels(Stack):
     """One layer that is called with more or fewer rows."""
 

@@ -27,6 +27,22 @@ def wrong_arguments() -> Any:
     return Scores(), torch.zeros(2)
 
 
+def named_arguments() -> Any:
+    return Scores(), {"x": torch.zeros(2)}
+
+
+def with_a_loss() -> Any:
+    return Scores(), (torch.zeros(2),), torch.sum
+
+
+def too_much() -> Any:
+    return Scores(), (torch.zeros(2),), {}, 0, 0
+
+
+def takes_a_batch(batch: int) -> Any:
+    return Scores(), (torch.zeros(batch),)
+
+
 def broken() -> Any:
     raise ValueError("no data here")
 
