@@ -38,9 +38,9 @@ from rkmate.graph.passes.once import (
     wait_at_once,
 )
 from rkmate.graph.passes.outputs import put_outputs_back, take_outputs_off
+from rkmate.graph.passes.tiles.heads import tile_heads
 from rkmate.graph.passes.tiles.recurrent import segment_recurrent
 from rkmate.graph.passes.tiles.stretches import tile_stretches
-from rkmate.graph.passes.tiles.wide_products import tile_heads
 from rkmate.graph.passes.verify import Verifier
 
 REWRITES: tuple[Rewrite[Joint], ...] = (

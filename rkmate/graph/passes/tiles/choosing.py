@@ -20,6 +20,7 @@ from torch import fx
 from rkmate.graph.ops.properties import PRODUCTS, is_random, is_view
 from rkmate.graph.passes.joint import Joint, bytes_of, readers_of, shape_of, value_of
 from rkmate.graph.passes.tiles.cuts import EVEN, piece, summand, summed
+from rkmate.graph.passes.tiles.heads import heads_of
 from rkmate.graph.passes.tiles.pieces import Band, Need, Piece
 from rkmate.graph.passes.tiles.rewrite import late_nodes
 from rkmate.graph.passes.tiles.stretch import (
@@ -27,7 +28,6 @@ from rkmate.graph.passes.tiles.stretch import (
     spread,
     sum_of,
 )
-from rkmate.graph.passes.tiles.wide_products import heads_of
 from rkmate.graph.passes.tiles.windows import windows_bytes
 from rkmate.torch_seam.nodes import VALUE, is_backward, wish_of
 

@@ -1,5 +1,5 @@
-"""Rewrites of wide products (heads), which run a few rows at a time. The gradients are exact, except
-that weight gradients are added up in another order, so that their last bits differ."""
+"""Heads: wide products with everything up to their losses, which run a few rows at a time. The gradients are
+exact, except that weight gradients are added up in another order, so that their last bits differ."""
 
 from __future__ import annotations
 
