@@ -162,7 +162,7 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     check_model(model)
     layers = sharded_layers(model)
     if not layers and not is_sharded(model):        # a sharded layer's parameters are seen in its first call
-        refuse_parallelism(model, is_planned_later=not sampled)
+        refuse_parallelism(model, later=not sampled)
     if layers and call.settings.gradients == "in_place":
         refuse_data_parallelism(*layers)
     if layers and sampled:

@@ -1,4 +1,4 @@
-"""One budget for a model whose layers are sharded by `fully_shard` (FSDP2).
+"""One budget for a model whose layers are sharded by `fully_shard` (FSDP2), or by DeepSpeed's ZeRO stage 3.
 
 Each sharded layer gathers its parameters in hooks around its forward and its backward, so each is planned by
 itself, and its hooks stay outside of its plan. Where a layer has sharded parts, these are planned. A layer of

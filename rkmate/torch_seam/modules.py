@@ -90,22 +90,25 @@ def gathers_all_inside(module: nn.Module) -> bool:
     return not gathered_by_zero(module) or getattr(module, "_z3_leaf", False)
 
 
-def is_of_zero(tensor: torch.Tensor) -> bool:
-    """Return whether DeepSpeed's ZeRO stage 3 has spread a parameter over ranks."""
-    return hasattr(tensor, "ds_id")
-
-
-def is_prepared_by_zero(model: nn.Module) -> bool:
-    """Return whether `deepspeed.initialize` has put hooks of ZeRO's stage 3 into a model."""
-    return any("ds_id" in vars(m) for m in model.modules())
-
-
 def gathered_by_zero(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that hooks of DeepSpeed's ZeRO stage 3 gather around a module's forward: its own,
     or, if `deepspeed.utils.set_z3_leaf_modules` has named it, those of its submodules as well."""
     if "ds_id" not in vars(module):
         return []
-    return [p for p in module.parameters(recurse=getattr(module, "_z3_leaf", False)) if is_of_zero(p)]
+    return [p for p in module.parameters(recurse=getattr(module, "_z3_leaf", False)) if hasattr(p, "ds_id")]
+
+
+def parts_of_zero(model: nn.Module, *, hooks_outside: bool, later: bool) -> list[nn.Parameter]:
+    """Return the parameters that are no more than a part when a model is planned, because DeepSpeed's ZeRO
+    stage 3 has spread them over ranks.
+
+    `hooks_outside`: the model's own hooks have gathered theirs. `later`: the model is planned at its first
+    call, and `deepspeed.initialize`, which puts hooks into it, may come before.
+    """
+    if later and not any("ds_id" in vars(m) for m in model.modules()):
+        return []
+    gathered = {id(p) for p in gathered_by_zero(model)} if hooks_outside else set()
+    return [p for p in model.parameters() if hasattr(p, "ds_id") and id(p) not in gathered]
 
 
 def ranks_of_zero(parameter: nn.Parameter) -> list[int]:

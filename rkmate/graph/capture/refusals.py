@@ -26,19 +26,13 @@ from rkmate.torch_seam.dtensor import is_dtensor
 from rkmate.torch_seam.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
-    gathered_by_zero,
     has_backward_hooks,
     is_compiled_in_place,
-    is_of_zero,
-    is_prepared_by_zero,
     original_of,
+    parts_of_zero,
 )
 from rkmate.torch_seam.nodes import VALUE, is_backward
-from rkmate.torch_seam.patches.libraries import (
-    is_observer,
-    routed_by_loops,
-    weight_made_by,
-)
+from rkmate.torch_seam.patches.libraries import is_observer, routed_by_loops, weight_made_by
 from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
 
 # -- Ways out --------------------------------------------------------------------------------------
@@ -449,12 +443,11 @@ _FLAT = ("FullyShardedDataParallel (FSDP1), which replaces parameters by views o
          f"forward: a plan cannot follow them. Instead, {_BY_LAYERS}")
 
 
-def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False, is_planned_later: bool = False
-                       ) -> None:
+def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False, later: bool = False) -> None:
     """Raise `ArgumentError` for a model that was made parallel by others, with what to do instead.
 
     `hooks_outside`: the module's own hooks run around the trace: if it is sharded, they have gathered its
-    parameters. `is_planned_later`: at its first call, before which `deepspeed.initialize` may still come.
+    parameters. `later`: it is planned at its first call, before which `deepspeed.initialize` may still come.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     layers: set[int] = set()
@@ -468,11 +461,9 @@ def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False, is_plan
             raise ArgumentError(f"{name or 'the model'} is a {_FLAT}")
         if isinstance(m, fsdp.FSDPModule) and not (m is model and hooks_outside):
             layers.update(map(id, m.parameters()))
-    gathered = {id(p) for p in gathered_by_zero(model)} if hooks_outside else set()
-    if is_planned_later and not is_prepared_by_zero(model):
-        gathered.update(map(id, model.parameters()))
+    parts = set(map(id, parts_of_zero(model, hooks_outside=hooks_outside, later=later)))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_of_zero(tensor) and id(tensor) not in gathered:
+        if id(tensor) in parts:
             raise ArgumentError(
                 f"{name} is sharded by DeepSpeed's ZeRO stage 3, and exists as a whole only while its layer "
                 "runs. Name the classes of the layers before deepspeed.initialize "
