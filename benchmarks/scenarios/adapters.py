@@ -226,6 +226,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     adapted("waveft", "WaveFTConfig", {"n_frequency": 16, **TARGETS}),
     adapted("osf", "OSFConfig", {"effective_rank": 16, **TARGETS}),
     *(adapted(name.lower(), f"{name}Config", options, budget=0.6) for name, options in NAMED),
+    adapted("frod", "FrodConfig", TARGETS, budget=0.9),
+    adapted("cpt", "CPTConfig", {
+        "cpt_token_ids": [3, 4, 5], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [2, 3, 4]}, budget=0.6),
+    adapted("lora, olora", "LoraConfig", {"r": 4, "init_lora_weights": "olora", **TARGETS}, budget=0.6),
+    adapted("lora, orthogonal", "LoraConfig", {
+        "r": 4, "init_lora_weights": "orthogonal", **TARGETS}, budget=0.6),
     adapted("dora, dropout, all linear", "LoraConfig", {
         "r": 4, "use_dora": True, "lora_dropout": 0.1, "target_modules": "all-linear"}, budget=0.6),
     adapted("lora, layer replication", "LoraConfig", {

@@ -69,6 +69,36 @@ ROWS: tuple[Architecture, ...] = (
         **TEXT, "hidden_size": 32, "n_layer": 3, "n_head": 4, "use_cache": False}, "labelled", 0.7),
     ("falcon", "FalconForCausalLM", "Falcon", NEOX, "labelled", 0.7),
     ("stablelm", "StableLmForCausalLM", "StableLm", DECODER, "labelled", 0.7),
+    ("olmo", "OlmoForCausalLM", "Olmo", DECODER, "labelled", 0.6),
+    ("olmo hybrid", "OlmoHybridForCausalLM", "OlmoHybrid", DECODER, "labelled", 0.6),
+    ("ernie 4.5", "Ernie4_5ForCausalLM", "Ernie4_5", {**DECODER, "head_dim": 8}, "labelled", 0.6),
+    ("ministral", "MinistralForCausalLM", "Ministral", {
+        **DECODER, "head_dim": 8, "sliding_window": 8}, "labelled", 0.6),
+    ("jais 2", "Jais2ForCausalLM", "Jais2", DECODER, "labelled", 0.6),
+    ("gpt-neox japanese", "GPTNeoXJapaneseForCausalLM", "GPTNeoXJapanese", {
+        **DECODER, "intermediate_multiple_size": 2}, "labelled", 0.6),
+    ("granite swa", "GraniteSWAForCausalLM", "GraniteSWA", DECODER, "labelled", 0.6),
+    ("youtu", "YoutuForCausalLM", "Youtu", {
+        **DECODER, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 8}, "labelled", 0.6),
+    ("xlm", "XLMWithLMHeadModel", "XLM", {
+        **TEXT, "emb_dim": 32, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 64, "n_langs": 1},
+     "labelled", 0.6),
+    ("deberta, masked words", "DebertaForMaskedLM", "Deberta", {
+        **ENCODER, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
+        "max_relative_positions": 16}, "labelled", 0.6),
+    ("xlm-roberta xl", "XLMRobertaXLForMaskedLM", "XLMRobertaXL", {
+        **ENCODER, "max_position_embeddings": 80}, "labelled", 0.6),
+    ("nomic bert", "NomicBertForMaskedLM", "NomicBert", ENCODER, "labelled", 0.6),
+    ("roc-bert", "RoCBertForMaskedLM", "RoCBert", {
+        **ENCODER, "enable_pronunciation": False, "enable_shape": False}, "labelled", 0.6),
+    ("luke", "LukeForMaskedLM", "Luke", {
+        **ENCODER, "entity_vocab_size": 16, "entity_emb_size": 16, "max_position_embeddings": 80},
+     "labelled", 0.6),
+    ("markup lm", "MarkupLMForSequenceClassification", "MarkupLM", {
+        **ENCODER, "max_position_embeddings": 80}, "sentence", 0.9),
+    ("pegasus-x", "PegasusXForConditionalGeneration", "PegasusX", {
+        **BOTH, "block_size": 8, "num_global_tokens": 4}, "translated", 0.6),
     ("starcoder2", "Starcoder2ForCausalLM", "Starcoder2", DECODER, "labelled", 0.7),
     ("olmo2", "Olmo2ForCausalLM", "Olmo2", DECODER, "labelled", 0.7),
     ("olmo3", "Olmo3ForCausalLM", "Olmo3", {**DECODER, "sliding_window": 8}, "labelled", 0.6),
