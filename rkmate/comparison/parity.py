@@ -22,7 +22,7 @@ from rkmate.graph.capture.state import HostDraws
 from rkmate.graph.capture.structure import take_apart
 from rkmate.measure.step import measure_step
 from rkmate.pipeline.loss import loss_inside
-from rkmate.pipeline.model_state import flags_to_plan
+from rkmate.pipeline.model import flags_to_plan
 from rkmate.pipeline.settings import Settings
 from rkmate.settings import Options, chosen
 from rkmate.show.amounts import count, duration, share, size

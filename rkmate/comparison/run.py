@@ -18,7 +18,7 @@ from rkmate.errors import ArgumentError, ScheduleError, SolverError
 from rkmate.pipeline.attempts import attempted
 from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.loss import trains_of
-from rkmate.pipeline.model_state import flags_to_plan
+from rkmate.pipeline.model import flags_to_plan
 from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.refuse import limit_of
 from rkmate.pipeline.solve import Solved, solve

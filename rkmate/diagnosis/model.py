@@ -15,7 +15,7 @@ from rkmate.errors import CaptureError, RkmateError
 from rkmate.graph.capture.state import BuffersAndDraws, PythonState
 from rkmate.offload.target import HOST
 from rkmate.parts.kinds import is_worth_looking_at, kind_key
-from rkmate.pipeline.model_state import flags_to_plan
+from rkmate.pipeline.model import flags_to_plan
 from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.settings import Chosen, Options, chosen

@@ -25,7 +25,7 @@ from rkmate.parts.one_budget import sharded_layers, take_watch_from
 from rkmate.parts.sharded import Sharded
 from rkmate.parts.sharded_step import Follower
 from rkmate.parts.stages import Stages
-from rkmate.pipeline.model_state import flags_to_plan, refuse_data_parallelism
+from rkmate.pipeline.model import flags_to_plan, refuse_data_parallelism
 from rkmate.runtime.kept_plans import (
     REPLACED,
     Executable,

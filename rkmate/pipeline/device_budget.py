@@ -17,7 +17,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.graph.sizes.resized import KnownCall, derived, known_call, one_family, possible
 from rkmate.pipeline.device_room import LEFT_ALONE
 from rkmate.pipeline.loss import traceable
-from rkmate.pipeline.model_state import flags_to_plan
+from rkmate.pipeline.model import flags_to_plan
 from rkmate.pipeline.prepare import Prepared, Traced, check_model, prepare, trace
 from rkmate.pipeline.search import plan_prepared, smallest_peak_of
 from rkmate.pipeline.settings import Settings

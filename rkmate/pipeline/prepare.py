@@ -46,8 +46,7 @@ from rkmate.measure.temporaries import with_memory_of_groups
 from rkmate.offload.target import link_of
 from rkmate.pipeline.elsewhere import as_there
 from rkmate.pipeline.loss import ModelAndLoss, how_to_train, traceable, trained_outputs, trains_of
-from rkmate.pipeline.model_state import refuse_gradients_in_place
-from rkmate.pipeline.origin import origin_of
+from rkmate.pipeline.model import origin_of, refuse_gradients_in_place
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import CHUNKED_LOSS, Concerned, Variant, first, settings_that_keep
 from rkmate.planners.overlap import exposed, overlapped

@@ -21,7 +21,7 @@ from rkmate.ir.plan import BlockInfo, Run
 from rkmate.ir.schedule import Compute, CopyIn, Free, Leave, Schedule, Start, from_order
 from rkmate.ir.simulate import simulate
 from rkmate.ir.summary import Captured, CapturedKind, Computation, GraphSummary, Storage
-from rkmate.pipeline.origin import shape_of
+from rkmate.pipeline.model import shape_of
 from rkmate.pipeline.prepare import Prepared, cut_children
 from rkmate.planners.protocol import Problem
 from rkmate.planners.protocol import Stages as StageChain

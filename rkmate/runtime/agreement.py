@@ -35,7 +35,7 @@ from rkmate.device.protocol import MeterError
 from rkmate.errors import RankError, RkmateError, sendable
 from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.analytic import Costs
-from rkmate.pipeline.origin import shape_of
+from rkmate.pipeline.model import shape_of
 from rkmate.pipeline.prepare import Blocked, Measured, Traced, block, cost_memory, measured_costs
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.variants import named

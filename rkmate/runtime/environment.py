@@ -21,7 +21,7 @@ from rkmate import device as devices
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import ArgumentError, BackwardError
 from rkmate.offload.protocol import StepCopies
-from rkmate.pipeline.model_state import IN_PLACE, RETURNED, obstacle
+from rkmate.pipeline.model import IN_PLACE, RETURNED, obstacle
 from rkmate.torch_seam.tensors import add_to_all, copy_all, storage_id, version_of, will_accumulate
 
 # -- Gradients that a backward adds by itself ------------------------------------------------------

@@ -19,7 +19,7 @@ from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.answers import OtherAnswer
 from rkmate.graph.capture.refusals import refuse_flat_parameters
 from rkmate.pipeline.loss import traceable
-from rkmate.pipeline.model_state import refuse_data_parallelism
+from rkmate.pipeline.model import refuse_data_parallelism
 from rkmate.pipeline.settings import RunSettings
 from rkmate.runtime.adapters import Adapter, Arguments, before_a_plan, run_around
 from rkmate.runtime.double_backward import Original

@@ -14,7 +14,7 @@ from torch import nn
 
 import rkmate
 from rkmate.ir.simulate import simulate
-from rkmate.pipeline.origin import origin_of
+from rkmate.pipeline.model import origin_of
 from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.solve import summarise
