@@ -50,7 +50,7 @@ class Head(nn.Module):
         self.product = nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         return nn.functional.cross_entropy(self.product(x).flatten(0, 1), ids.flatten())
 
 
@@ -64,7 +64,7 @@ class Model(nn.Module):
         self.head = Head()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         x = self.words(ids)
         for layer in self.layers:
             x = layer(x)

@@ -30,7 +30,7 @@ from rkmate.parts.apply import (
 from rkmate.parts.one_budget import sharded_layers
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import ADAM_STATES, BatchSize, device_share, largest_batch
-from rkmate.pipeline.loss import loss_inside, traceable
+from rkmate.pipeline.loss import ModelAndLoss, loss_inside, traceable
 from rkmate.pipeline.model import flags_to_plan, refuse_data_parallelism
 from rkmate.pipeline.prepare import Blocked, Measured, Traced, check_model, trace
 from rkmate.pipeline.refuse import room_within
@@ -231,7 +231,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
     with elsewhere.on_gpu(gpu, model):
-        with _parts_named(model, call.settings):
+        with nullcontext() if gpu is not None else _parts_named(model, call.settings):
             planning, traced = _traced(model, args, kwargs, budget, call, gpu)
         made = make_plan(traced, planning.budget, planning.planner).plan
     return elsewhere.told(made, gpu)
@@ -265,12 +265,12 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
     with elsewhere.on_gpu(gpu, model):
-        with _parts_named(model, call.settings):
+        with nullcontext() if gpu is not None else _parts_named(model, call.settings):
             args, kwargs = checked_sample(model, args, kwargs)
-        wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
-        planning = _planning(1.0, None, call, gpu)
-        with flags_to_plan(model, call.settings.run.training), _parts_named(model, call.settings):
-            traced = trace(model, args, kwargs, planning.settings, Progress(call.progress))
+            wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
+            planning = _planning(1.0, None, call, gpu)
+            with flags_to_plan(model, call.settings.run.training):
+                traced = trace(model, args, kwargs, planning.settings, Progress(call.progress))
         made = make_curve(traced, wanted, planning.planner)
     return Curve(tuple(elsewhere.told(plan, gpu) for plan in made))
 
@@ -394,7 +394,9 @@ def _traced(model: nn.Module, args: Any, kwargs: Any, budget: Any, call: Chosen,
 
 @contextmanager
 def _parts_named(model: nn.Module, settings: Settings) -> Iterator[None]:
-    """Add to the error about a model that cannot be captured that its parts can be planned."""
+    """Name planning by parts in the error of a model that cannot be captured, and has parts."""
+    whole = traceable(model)
+    model = whole.model if isinstance(whole, ModelAndLoss) else whole
     try:
         yield
     except CaptureError as error:

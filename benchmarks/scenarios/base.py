@@ -44,6 +44,8 @@ class Scenario:
     """The budget, as a share of the plain peak."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of `rkmate.Settings`."""
+    drops_layers: bool = False
+    """Whether layers drop out at random: those of the observed step may have been in no plain step."""
 
     @property
     def lines(self) -> str:

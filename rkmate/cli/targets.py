@@ -132,7 +132,7 @@ def _check_arguments(name: str, factory: Callable[..., Any]) -> None:
     if needed:
         raise ArgumentError(f"target is {name!r}: the function takes {', '.join(needed)}; give the name of "
                             "one without arguments, which returns (model, args)"
-                            f"{'' if len(needed) > 1 else ', or of a mesh with --mesh'}")
+                            f"{'' if len(needed) > 1 else '; if the argument is a mesh, give --mesh'}")
 
 
 def _factory(name: str) -> Callable[[], Any]:

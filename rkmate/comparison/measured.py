@@ -56,7 +56,7 @@ class Bench:
             self._folder.cleanup()
             raise ArgumentError(f"{type(self._model).__name__} cannot be pickled, so it cannot be "
                                 f"measured in a process of its own: {error}. Leave measure=True out, or "
-                                "define it at the top of a module") from error
+                                "define the model's class at the top of a module") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,

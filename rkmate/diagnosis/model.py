@@ -131,11 +131,9 @@ def of_model(machine: tuple[Finding, ...], model: nn.Module, args: Any, kwargs: 
     """Return the diagnosis of a model on a machine that was looked at."""
     name = type(model).__name__
     try:
-        curve = tradeoff(model, args, kwargs, loss=loss, loss_args=loss_args, **call.options())
-    except CaptureError as told:
-        cause = told.__cause__
-        advised = isinstance(cause, CaptureError) and str(told).startswith(str(cause).rstrip("."))
-        error = cause if isinstance(cause, CaptureError) and advised else told
+        whole = replace(call, settings=replace(call.settings, parts="never"))
+        curve = tradeoff(model, args, kwargs, loss=loss, loss_args=loss_args, **whole.options())
+    except CaptureError as error:
         parts, advice = _looked_into(model, tuple(args), dict(kwargs or {}), call.settings, loss is not None)
         found = None if advice else _with_opaque(model, args, kwargs, loss, loss_args, call)
         if found is not None:

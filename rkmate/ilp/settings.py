@@ -11,7 +11,8 @@ from rkmate.support.defaults import Default
 
 @dataclass(frozen=True)
 class OptionSettings:
-    """Limits of the integer programs that find the options of blocks. They are part of the cache key."""
+    """Limits of the integer programs that find the options of blocks. These settings are part of the
+    cache key."""
 
     grid: tuple[int, int] = (20, 20)
     """Number of thresholds for (M_peak, M_save). Rockmate, section 3.3 and figure 4."""

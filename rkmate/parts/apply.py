@@ -396,7 +396,7 @@ def move_plan_into_layers(model: nn.Module, layers: list[nn.Module]) -> None:
     if call.planning.settings.gradients == "in_place":
         refuse_data_parallelism(*layers)
     if call.latest.has_plan:
-        warn(f"{type(model).__name__} was sharded (fully_shard) after it was planned: the plan is dropped, "
+        warn(f"{type(model).__name__} was sharded after it was planned: the plan is dropped, "
              "and each sharded layer is planned at its first call")
     put_plans_into_layers(model, layers, call.planning)
 

@@ -28,10 +28,10 @@ from rkmate.parts.kinds import (
     Asked,
     Kind,
     Put,
+    growth_of_rest,
     is_named,
     is_worth_looking_at,
     kind_key,
-    layers_left_out,
     modules_of,
     outermost,
     sizes_in,
@@ -316,7 +316,7 @@ class Parts(OneBudget):
     def _plan(self, step: ObservedStep) -> None:
         """Plan the parts of the step that was observed."""
         unseen = [m for m in self._watched if id(m) not in self._seen]
-        self._left_out = layers_left_out(self._model, self.ran)
+        self._growth = growth_of_rest(self._model, self.ran)
         self._stop_watching()
         saved = {key: sum(k.saved for k in alike) for key, alike in self._alike.items() if alike}
         kinds = [k for k in self._kinds if k.part is not None and k.calls and k.taught

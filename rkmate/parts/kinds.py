@@ -23,6 +23,7 @@ from rkmate.runtime.kept_plans import Planning, Prototype, attributes_in
 from rkmate.support.progress import Progress
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
+from rkmate.torch_seam.modules import is_compiled_in_place
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.patches.autograd import region_of
 from rkmate.torch_seam.patches.features import GRADIENTS
@@ -252,9 +253,9 @@ def outermost(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def layers_left_out(model: nn.Module, called: Container[int]) -> tuple[float, int]:
-    """Return by what factor a step may grow that calls all members of a model's outermost lists of modules,
-    and how many members were not called. `called`: ids of the modules that were.
+def growth_of_rest(model: nn.Module, called: Container[int]) -> float:
+    """Return by what factor the rest of a step may grow if all members of a model's outermost lists of
+    modules are called. `called`: ids of the modules that were.
 
     A list without a called member does not count: it may be of another use of the model.
     """
@@ -264,12 +265,15 @@ def layers_left_out(model: nn.Module, called: Container[int]) -> tuple[float, in
         if isinstance(module, nn.ModuleList) and module not in inside:
             inside.update(module.modules())
             lists.append(module)
-    members = [[m for m in members if is_worth_looking_at(m)] for members in lists]
-    members = [found for found in members if any(id(m) in called for m in found)]
-    whole = [m for found in members for m in found]
-    now = [m for m in whole if id(m) in called]
+
+    def ran(module: nn.Module) -> bool:
+        return id(module) in called or is_compiled_in_place(module)     # whose calls are not watched
+
+    layers = [[m for m in each if is_worth_looking_at(m)] for each in lists]
+    whole = [m for each in layers if any(map(ran, each)) for m in each]
+    now = [m for m in whole if ran(m)]
     weight = [sum(p.nbytes for m in some for p in m.parameters()) for some in (whole, now)]
-    return max(len(whole) / max(1, len(now)), weight[0] / max(1, weight[1]), 1.0), len(whole) - len(now)
+    return max(len(whole) / max(1, len(now)), weight[0] / max(1, weight[1]), 1.0)
 
 
 def is_worth_looking_at(module: nn.Module) -> bool:

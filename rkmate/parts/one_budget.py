@@ -340,9 +340,8 @@ class OneBudget:
     """Whether a step may go on when the backward of all of its calls so far is over."""
     _keeps_gradients = True
     """Whether the gradients of parameters stay until the backward of a call is over."""
-    _left_out = 1.0, 0
-    """By what factor the rest of a step may grow, as some layers were not called in what was observed; and
-    their number."""
+    _growth = 1.0
+    """By what factor the rest of a step may grow, as some layers were not called in what was observed."""
 
     def __init__(self, model: nn.Module, planning: Planning) -> None:
         settings = planning.settings
@@ -406,15 +405,14 @@ class OneBudget:
         if choice is None or early > budget:
             least = max(early, smallest_limit(items, alone, moments) + beside)
             outside = max((m.bytes for m in moments), default=max(rest.figures[:3]))
-            plain, (growth, left_out) = rest.plain, self._left_out
-            if self._plain_is_fallback:
-                least = min(least, plain)
-            least, plain = (n + round((growth - 1) * outside) for n in (least, plain))
+            plain, more = rest.plain, round((self._growth - 1) * outside)
+            least = more + (min(least, plain) if self._plain_is_fallback else least)
+            plain += more
             raise InfeasibleBudget(self._too_large.format(
                 name=self._type, budget=budget, outside=outside, least=least,
                 share=least / max(1, plain), plain=plain, why=(
-                    f", with room for what was not called in this step (layers: {left_out})"
-                    if left_out else "") + self._why()), least)
+                    ", with room for layers that were not called in this step" if more else "")
+                + self._why()), least)
         chosen = [item.ways[way] for item, way in zip(items, choice.ways, strict=True)]
         spare: dict[int, int] = {}
         for moment in moments:

@@ -1,5 +1,4 @@
-"""What is planned of a model that `fully_shard` has sharded: the calls of its layers, and the rest of its
-forward.
+"""What is planned of a sharded model: the calls of its layers, and the rest of its forward.
 
 Calls that are alike are one part, planned for a backward that comes for all of their outputs. If a step shows
 that the loss depends on fewer (nothing reads the bias that the last layer hands on), that call is another

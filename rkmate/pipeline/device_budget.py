@@ -85,8 +85,8 @@ def _left_on_device(model: nn.Module, optimizer_states: int, slack: float) -> in
     result = free - needed - int(slack * memory.total)
     if result <= 0:
         raise ArgumentError(f"nothing is left for a training step on {next(iter(places))}: {free:,} bytes "
-                            f"are free, gradients and optimizer need {needed:,}. Free memory, or name the "
-                            "optimizer's states (optimizer_states=0 for SGD)")
+                            f"are free, gradients and optimizer need {needed:,}. Free memory, or, for SGD, "
+                            "pass budget=rkmate.auto_budget(model, optimizer_states=0)")
     return result
 
 

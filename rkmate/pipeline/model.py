@@ -20,7 +20,7 @@ from rkmate.graph.capture.structure import take_apart
 from rkmate.ir.plan import Origin
 from rkmate.support.version import own_version
 from rkmate.torch_seam.dtensor import placements_of
-from rkmate.torch_seam.modules import running_data_parallel
+from rkmate.torch_seam.modules import gathered_by_zero, running_data_parallel
 from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks
 
 # -- What a report says ----------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def refuse_data_parallelism(*modules: nn.Module) -> None:
     if fsdp is not None:
         kinds += [fsdp.FSDPModule, fsdp.FullyShardedDataParallel]
     around = running_data_parallel()
-    found = next((m for m in modules if isinstance(m, tuple(kinds))), around)
+    found = next((m for m in modules if isinstance(m, tuple(kinds)) or gathered_by_zero(m)), around)
     if found is not None:
         raise ArgumentError(f"{IN_PLACE}: {type(found).__name__} exchanges gradients between processes or "
                             f"threads, and needs them as tensors. {RETURNED}")

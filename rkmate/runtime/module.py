@@ -338,8 +338,8 @@ class PlannedModule(StandIn):
                 f"{type(self._original).__name__} is sharded as one unit: its gathered parameters "
                 f"({gathered:,} bytes) and their whole gradients come on top of its plan. A step takes about "
                 f"{taken:,} bytes or more of a budget of {plan.budget_bytes:,}. Shard its layers, then the "
-                "model (fully_shard(layer), fully_shard(model)), and call rkmate.apply(model, budget=...): "
-                "such a budget is that of the step"))
+                "model (fully_shard(layer), fully_shard(model); for DeepSpeed, set_z3_leaf_modules), and "
+                "call rkmate.apply(model, budget=...): such a budget is that of the step"))
 
     def _new_signature(self, key: Any, args: tuple[Any, ...],
                        kwargs: dict[str, Any]) -> Specialization | None:

@@ -1,8 +1,8 @@
 """Captures of calls of new sizes, derived from those of other sizes.
 
 Two full captures of a call at different sizes, and dry runs of both, give the graph of a third
-(`rkmate.graph.sizes.family`). Each is a member of a family: the signatures that are equal except for the
-lengths and strides of the arguments.
+(`rkmate.graph.sizes.resized`). Each call is a member of a family: the signatures that are equal except for
+the lengths and strides of the arguments.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from rkmate.ir.cd import HOISTED, CDGraph
 
 @dataclass(frozen=True)
 class CutSettings:
-    """Limits of a block's length, in forward computations."""
+    """Limits of blocks (their lengths in forward computations), and of the gradients that wait in them."""
 
     least: int = 4
     """Least length of a block: shorter ones join their neighbour."""
@@ -27,7 +27,8 @@ class CutSettings:
     at least as long as `least`."""
     waiting: int | None = None
     """Bytes of gradients of parameters that may wait for others wherever they are made, so that a step has
-    few functions. None: 64 KiB, and in small steps 1/16 of what the forward keeps for the backward."""
+    few functions; 1/128 of all gradients may always wait. None: 64 KiB, and in small steps 1/16 of what
+    the forward keeps for the backward."""
 
     def __post_init__(self) -> None:
         if self.waiting is not None and (type(self.waiting) is not int or self.waiting < 0):

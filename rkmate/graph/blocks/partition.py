@@ -169,7 +169,7 @@ def _segments(program: Program, of: tuple[int, ...], waiting: int | None
         wait = max(wait, free.get(i, i))
         last_of_block = i + 1 == len(cd.c) or of[i + 1] != of[i]
         room = 0 if last_of_block else min(most[of[i]] // WORKING_SHARE, most[of[i]] - work[i + 1])
-        if last_of_block or (i >= wait and pending >= max(limit, room)):
+        if last_of_block or (pending and i >= wait and pending >= max(limit, room)):
             ends.append(i)
             pending = 0
     releases: dict[int, int] = {}

@@ -87,7 +87,7 @@ WRITES = {scatter: own_operator(_name(scatter)) for scatter in PARTS}
 
 _DEFAULTS: dict[Any, tuple[int, ...]] = {
     aten.select.int: (0, 0), aten.slice.Tensor: (0, 0, 2 ** 63 - 1, 1), aten.diagonal.default: (0, 0, 1)}
-"""Arguments of each view."""
+"""Default arguments of each view. Their number tells the views apart in the steps of `write_part`."""
 _VIEWS = {len(defaults): view for view, defaults in _DEFAULTS.items()}
 
 

@@ -21,8 +21,8 @@ from torch import fx
 from rkmate import device as devices
 from rkmate.graph.capture.repairs import retrace
 from rkmate.graph.ops.properties import is_pointwise, is_random, is_view
-from rkmate.graph.passes.joint import Joint, inserted, result_of, tensors_of
-from rkmate.torch_seam.nodes import VALUE, is_backward
+from rkmate.graph.passes.joint import Joint, inserted, result_of
+from rkmate.torch_seam.nodes import VALUE, is_backward, tensors_of
 from rkmate.torch_seam.schema import OpOverload
 from rkmate.torch_seam.tensors import has_strides
 

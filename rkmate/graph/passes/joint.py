@@ -20,6 +20,7 @@ from rkmate.torch_seam.nodes import (
     copied,
     is_backward,
     phase_tag,
+    tensors_of,
     wish_of,
     without_descriptor,
 )
@@ -195,7 +196,7 @@ def _reached(nodes: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Nod
 
 
 def arguments(node: fx.Node, defaults: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """Return the positional arguments of a node, the last ones by default."""
+    """Return the positional arguments of a node; `defaults` give those that it leaves out at the end."""
     args: tuple[Any, ...] = tuple(node.args)
     return *args, *defaults[len(args):]
 
@@ -243,12 +244,6 @@ def result_of(node: fx.Node, like: fx.Node | None = None,
     mode: Any = next(v.fake_mode for n in nodes for v in tensors_of(n.meta[VALUE]))  # type: ignore[attr-defined]
     with mode:
         return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors among a node's results."""
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def call_meta(results: Sequence[fx.Node], *, backward: bool) -> dict[str, Any]:

@@ -245,6 +245,8 @@ class _Writer:
         if node.target is aten.reshape.default and value_of(node.all_input_nodes[0]).is_contiguous():
             node.target = aten.view.default
         node.meta = {**self.like.meta, VALUE: result_of(node, self.like)}
+
+
 # -- Heads -----------------------------------------------------------------------------------------
 #
 # A wide product and the losses of its result. The logits of a language model, or of a classifier with many

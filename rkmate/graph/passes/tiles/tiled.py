@@ -261,7 +261,7 @@ class Alternative:
     """Bytes of temporary memory, at most."""
 
 
-def whole_batch_norm(node: fx.Node) -> tuple[Alternative, ...]:
+def _whole_batch_norm(node: fx.Node) -> tuple[Alternative, ...]:
     """Return torch's call for the gradients of a batch norm, with the same bits: it allocates the first of
     them twice, and overwrites nothing."""
     grad, input, weight, mean, invstd, eps = node.args
@@ -280,7 +280,7 @@ def alternatives(node: fx.Node) -> tuple[Alternative, ...]:
     of a plain cross entropy are as fast as torch's kernel."""
     if isinstance(node.target, InTiles):
         return _of_tiles(node, node.target)
-    return whole_batch_norm(node) if node.target is BATCH_NORM_BACKWARD else ()
+    return _whole_batch_norm(node) if node.target is BATCH_NORM_BACKWARD else ()
 
 
 def _of_tiles(node: fx.Node, tiled: InTiles) -> tuple[Alternative, ...]:
