@@ -158,6 +158,12 @@ def test_fewer_gradients_wait_in_a_step_that_keeps_little() -> None:
     assert ends(partition(program_of(small), CutSettings(8, 45))) == [f"b{k}" for k in range(7, -1, -1)]
 
 
+def test_no_function_ends_without_a_gradient() -> None:
+    cd = heavy([0, 0, LEAST, 0, 0, LEAST, 0, 0])
+    found = partition(program_of(cd), CutSettings(8, 45, waiting=0))
+    assert ends(found) == ["b5", "b2", "b0"]
+
+
 def test_a_gradient_waits_for_the_last_read_of_its_parameter() -> None:
     """An optimizer in the backward may change the parameter as soon as its gradient leaves."""
     cd = heavy([LEAST] * 8)
