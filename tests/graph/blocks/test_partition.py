@@ -159,7 +159,7 @@ def test_fewer_gradients_wait_in_a_step_that_keeps_little() -> None:
 
 
 def test_no_function_ends_without_a_gradient() -> None:
-    cd = heavy([0, 0, LEAST, 0, 0, LEAST, 0, 0])
+    cd = heavy([0, 0, 64, 0, 0, 32, 0, 0])
     found = partition(program_of(cd), CutSettings(8, 45, waiting=0))
     assert ends(found) == ["b5", "b2", "b0"]
 
