@@ -170,7 +170,7 @@ def run(scenario: Scenario, costs: str, seen: Notices) -> Row:
                 found = trained(scenario, functools.partial(scenario.put, budget=budget, costs=costs))
             break
         except rkmate.InfeasibleBudget as error:
-            most = 1.05 * plain.peak * (2 if scenario.drops_layers else 1)
+            most = 1.05 * plain.peak * (2 if scenario.skips_layers else 1)
             if error.minimum_bytes <= budget or error.minimum_bytes > most:
                 return Row(**row, outcome="refused", said=first_words(error), budget=budget / plain.peak)
             budget = error.minimum_bytes

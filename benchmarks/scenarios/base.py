@@ -44,8 +44,9 @@ class Scenario:
     """The budget, as a share of the plain peak."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of `rkmate.Settings`."""
-    drops_layers: bool = False
-    """Whether layers drop out at random: those of the observed step may have been in no plain step."""
+    skips_layers: bool = False
+    """Whether a step does not call all of its layers (which drop out at random, or are never called): the
+    smallest budget has room for all of them."""
 
     @property
     def lines(self) -> str:

@@ -130,8 +130,8 @@ Architecture = tuple[str, str, str, dict[str, Any], str, float]
 
 
 def architecture(name: str, model: str, config: str, options: dict[str, Any], batch: str, budget: float,
-                 *needs: str, drops_layers: bool = False) -> Scenario:
+                 *needs: str, skips_layers: bool = False) -> Scenario:
     """A model of transformers that trains on a batch."""
     return Scenario("transformers", name, f"{model}(config)", lambda: calling(
         made(model, config, options), BATCHES[batch]()), ("transformers", *needs), budget,
-        drops_layers=drops_layers)
+        skips_layers=skips_layers)

@@ -158,7 +158,7 @@ ROWS: tuple[Architecture, ...] = (
         "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "num_attention_heads": 4,
         "num_key_value_heads": 4, "output_quantile_len": 16}, "continued, of one kind", 0.6),
 )
-DROP_LAYERS = ("autoformer",)
-"""Models whose layers drop out at random."""
+SKIP_LAYERS = ("autoformer",)
+"""Models in which layers drop out at random."""
 SCENARIOS: tuple[Scenario, ...] = tuple(
-    architecture(*row, drops_layers=row[0] in DROP_LAYERS) for row in ROWS)
+    architecture(*row, skips_layers=row[0] in SKIP_LAYERS) for row in ROWS)

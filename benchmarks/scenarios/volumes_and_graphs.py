@@ -152,8 +152,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     _graphs("transformer", "TransformerConv", lambda pyg: graph(
         lambda: pyg.TransformerConv(16, 8, heads=2))),
     _graphs("rgcn", "RGCN", _related),
-    _graphs("the best vertices", "model", lambda pyg: _pooled(pyg, "TopKPooling")),
-    _graphs("the best vertices, by attention", "model", lambda pyg: _pooled(pyg, "SAGPooling")),
+    _graphs("the best vertices", "model", lambda pyg: _pooled(pyg, "TopKPooling"), skips_layers=True),
+    _graphs("the best vertices, by attention", "model", lambda pyg: _pooled(pyg, "SAGPooling"),
+            skips_layers=True),
     # Volumes and pictures.
     of_monai("unet", "UNet", lambda nets: nets.UNet(3, 1, 2, (8, 16, 32), (2, 2), num_res_units=1), 0.9),
     of_monai("segresnet", "SegResNet", lambda nets: nets.SegResNet(
