@@ -250,14 +250,18 @@ def chosen(joint: Joint) -> list[Plan]:
 def _alone(node: fx.Node, moving: Collection[fx.Node]) -> float:
     """Return the bytes that the backward of one operation takes at once: its operands and their gradients,
     and the gradient of its result; for a convolution, whose kernels work in a layout of their own, twice. A
-    sum needs no operands, and its operands' gradients are the result's."""
+    sum needs no operands, and its operands' gradients are the result's. The model's inputs are the caller's,
+    except for a copy in a convolution's own layout."""
     if is_view(node) or node.target is operator.getitem:
         return 0.0
     if node.target is aten.add.Tensor:
         return float(bytes_of(node))
-    found = float(bytes_of(node) + sum((2 if n in moving else 1) * bytes_of(n) for n in node.all_input_nodes))
+    given = [n for n in node.all_input_nodes if n in moving and n.op == "placeholder"]
+    found = float(bytes_of(node) + sum((2 if n in moving else 1) * bytes_of(n) for n in node.all_input_nodes
+                                       if n not in given))
     if node.target is aten.convolution.default:
-        found = 2 * found + windows_bytes(node, Band(0, 0, shape_of(node)[0]), cut=False)
+        found = 2 * found + sum(map(bytes_of, given))
+        found += windows_bytes(node, Band(0, 0, shape_of(node)[0]), cut=False)
     return found
 
 

@@ -66,6 +66,28 @@ def test_weights_larger_than_their_images_run_whole() -> None:
     assert "0.weight" in plan.note and "5.weight" not in plan.note
 
 
+class Patches(nn.Module):
+    """A convolution of large images into few tokens, and two MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, stride=8)
+        self.mlps = nn.Sequential(*(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 256), nn.GELU(),
+                                                  nn.Linear(256, 16)) for _ in range(2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.mlps(self.patches(x).flatten(2).transpose(1, 2)).square().mean()
+        return found
+
+
+def test_a_models_images_are_the_callers() -> None:
+    """They do not make the first convolution the operation that takes most."""
+    settings = replace(AUTO, costs="analytic")
+    least, whole = (_smallest(Patches(), torch.randn(8, 3, 112, 112), s)
+                    for s in (settings, replace(settings, tiles="never")))
+    assert least < 0.33 * whole
+
+
 def test_what_fits_without_tiles_runs_without() -> None:
     model, x = Net(), torch.randn(8, 3, 16, 16)
     least = _smallest(model, x, replace(NEVER, costs="analytic"))
