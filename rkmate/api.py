@@ -30,7 +30,7 @@ from rkmate.parts.apply import (
 from rkmate.parts.one_budget import sharded_layers
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import ADAM_STATES, BatchSize, device_share, largest_batch
-from rkmate.pipeline.loss import ModelAndLoss, loss_inside, traceable
+from rkmate.pipeline.loss import loss_inside, traceable, without_loss
 from rkmate.pipeline.model import flags_to_plan, refuse_data_parallelism
 from rkmate.pipeline.prepare import Blocked, Measured, Traced, check_model, trace
 from rkmate.pipeline.refuse import room_within
@@ -231,7 +231,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
     with elsewhere.on_gpu(gpu, model):
-        with nullcontext() if gpu is not None else _parts_named(model, call.settings):
+        with _parts_named(model, call.settings, gpu):
             planning, traced = _traced(model, args, kwargs, budget, call, gpu)
         made = make_plan(traced, planning.budget, planning.planner).plan
     return elsewhere.told(made, gpu)
@@ -265,7 +265,7 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
     with elsewhere.on_gpu(gpu, model):
-        with nullcontext() if gpu is not None else _parts_named(model, call.settings):
+        with _parts_named(model, call.settings, gpu):
             args, kwargs = checked_sample(model, args, kwargs)
             wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
             planning = _planning(1.0, None, call, gpu)
@@ -393,14 +393,13 @@ def _traced(model: nn.Module, args: Any, kwargs: Any, budget: Any, call: Chosen,
 
 
 @contextmanager
-def _parts_named(model: nn.Module, settings: Settings) -> Iterator[None]:
-    """Name planning by parts in the error of a model that cannot be captured, and has parts."""
-    whole = traceable(model)
-    model = whole.model if isinstance(whole, ModelAndLoss) else whole
+def _parts_named(model: nn.Module, settings: Settings, gpu: GPU | None = None) -> Iterator[None]:
+    """Name planning by parts in the error of a model that cannot be captured, and has parts. `gpu`: one that
+    is not here, for which no parts are planned."""
     try:
         yield
     except CaptureError as error:
-        if settings.parts == "never" or not any(model.children()):
+        if gpu is not None or settings.parts == "never" or not any(without_loss(model).children()):
             raise
         raise CaptureError(f"{str(error).rstrip('.')}. rkmate.apply(model, budget=...), or wrap with "
                            "settings=rkmate.Settings(parts=\"auto\"), plans the parts of such a model "

@@ -212,7 +212,7 @@ def _written(value: Any) -> Any:
         return [_written(v) for v in value]
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, (BlockInfo, Run, Origin)):
+    if is_dataclass(value):
         return {f.name: _written(getattr(value, f.name)) for f in fields(value)}
     return value
 

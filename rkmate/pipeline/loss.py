@@ -201,6 +201,13 @@ def traceable(model: nn.Module) -> nn.Module:
     return whole
 
 
+def without_loss(model: nn.Module) -> nn.Module:
+    """Return the user's model alone, where it is together with its loss."""
+    whole = traceable(model)
+    alone: nn.Module = whole.model if isinstance(whole, ModelAndLoss) else whole
+    return alone
+
+
 def trains_of(model: nn.Module, captured: Capture, trains: Trains) -> Trains:
     """Return which outputs train: as the settings say; for a model with its loss, that loss unless the
     settings name others.
@@ -223,8 +230,7 @@ def trains_of(model: nn.Module, captured: Capture, trains: Trains) -> Trains:
 
 def how_to_train(model: nn.Module) -> str:
     """Return what to do about a model of which no output takes a gradient, as a sentence."""
-    whole = traceable(model)
-    model = whole.model if isinstance(whole, ModelAndLoss) else whole
+    model = without_loss(model)
     known = [*model.named_parameters()]
     trained = [name for name, p in known if p.requires_grad]
     adapted = any(hasattr(m, "merged_adapters") for m in model.modules())       # PEFT's layers

@@ -126,8 +126,7 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _words(tensor: torch.Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
+    return f"{shape_of(tensor)} with strides {list(tensor.stride())} on {tensor.device}"
 
 
 # -- Train mode ------------------------------------------------------------------------------------

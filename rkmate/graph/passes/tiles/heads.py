@@ -294,7 +294,7 @@ def _tiled(joint: Joint, seed: fx.Node) -> bool:
     if region is not None:
         apart = _with_bases(_seen(region, leaving))
         if (in_place and "grouped-loss" in joint.choices and in_groups(joint, region, seed, apart)) or tile(
-                joint, region, "head", default_parts(region, seed.meta[VALUE]), apart=apart,
+                joint, region, default_parts(region, seed.meta[VALUE]), apart=apart,
                 in_forward=not in_place):
             return True
     for loss in reversed(undo):

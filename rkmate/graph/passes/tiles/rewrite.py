@@ -129,16 +129,15 @@ def late_nodes(joint: Joint) -> set[fx.Node]:
     return {*tangents, *readers_of(tangents)}
 
 
-def tile(joint: Joint, region: Region, name: str, parts: int, *, apart: Collection[fx.Node] = (),
-         in_forward: bool = True) -> bool:
-    """Let a region run in tiles. False, and nothing is changed, where it cannot.
+def tile(joint: Joint, region: Region, parts: int, *, apart: Collection[fx.Node], in_forward: bool) -> bool:
+    """Let a head run in tiles. False, and nothing is changed, where it cannot.
 
     `apart`: values of it that its other readers get as before, computed once more. `in_forward`: whether its
     gradients may be computed with its forward, where they can.
     """
     late = late_nodes(joint)
-    if not (in_forward and _in_one_call(joint, region, late, apart, name, parts)) \
-            and not _in_two_calls(joint, region, late, apart, name, parts):
+    if not (in_forward and _in_one_call(joint, region, late, apart, parts)) \
+            and not _in_two_calls(joint, region, late, apart, parts):
         return False
     put_in_order(joint.graph)
     return True
@@ -159,7 +158,7 @@ def results_of(joint: Joint, region: Region, apart: Collection[fx.Node]) -> list
 # -- Calls: gradients in the forward ---------------------------------------------------------------
 
 
-def _in_one_call(joint: Joint, region: Region, late: set[fx.Node], apart: Collection[fx.Node], name: str,
+def _in_one_call(joint: Joint, region: Region, late: set[fx.Node], apart: Collection[fx.Node],
                  parts: int) -> bool:
     region = copy.copy(region)
     region.forms, region.sums = dict(region.forms), set(region.sums)
@@ -175,7 +174,7 @@ def _in_one_call(joint: Joint, region: Region, late: set[fx.Node], apart: Collec
             not is_linear(n, late) or n.meta[VALUE].dtype == torch.float16      # small gradients vanish
             for n in (*before, *nodes) if n in late and n is not tangents[0]):
         return False
-    built = build(region, nodes, results, name, parts)
+    built = build(region, nodes, results, "head", parts)
     if built is None:
         return False
     tiled, arguments = built
@@ -207,7 +206,7 @@ def _in_one_call(joint: Joint, region: Region, late: set[fx.Node], apart: Collec
 # -- Calls: forward and backward apart -------------------------------------------------------------
 
 
-def _in_two_calls(joint: Joint, region: Region, late: set[fx.Node], apart: Collection[fx.Node], name: str,
+def _in_two_calls(joint: Joint, region: Region, late: set[fx.Node], apart: Collection[fx.Node],
                   parts: int) -> bool:
     results = results_of(joint, region, apart)
     of_backward = [n for n in results if n in late]
@@ -222,7 +221,7 @@ def _in_two_calls(joint: Joint, region: Region, late: set[fx.Node], apart: Colle
     some: Sequence[fx.Node]
     for some, nodes, backward in ((wanted, needed(region, wanted), False), (of_backward, again, True)):
         if some:
-            built = build(region, nodes, some, f"{name}_{'backward' if backward else 'forward'}", parts)
+            built = build(region, nodes, some, f"head_{'backward' if backward else 'forward'}", parts)
             if built is None:
                 return False
             made.append((built, some, backward))
