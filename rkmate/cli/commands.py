@@ -146,7 +146,7 @@ def _print_plan(args: argparse.Namespace, target: Target, mesh: Any) -> int:
 
 def as_json(plan: PlanData) -> dict[str, Any]:
     """Return the figures of a plan, as ``--json`` prints them. Bytes and seconds."""
-    copies = copies_of(replay(plan)) if plan.graph.link is not None else None
+    copies = copies_of(replay(plan)) if plan.graph.cd.link is not None else None
     sent = {} if copies is None else {"offload": {
         "place": copies.link.place, "tensors": copies.tensors, "away_bytes": copies.away_bytes,
         "busy_seconds": copies.busy_seconds, "stalled_seconds": copies.stalled,

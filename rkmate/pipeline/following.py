@@ -116,7 +116,7 @@ def _followed(blocked: Blocked, plans: Sequence[Plan]) -> Planned | None:
     for plan in plans:
         if plan.fingerprint == blocked.fingerprint:
             here = _sent_here(plan, blocked.traced)
-            prepared = with_operation_costs(blocked, here.costs, link=here.graph.link)
+            prepared = with_operation_costs(blocked, here.costs, link=here.graph.cd.link)
             _check(here, prepared)
             _check_version(here.compiled)
             return Planned(here, prepared)
@@ -132,7 +132,7 @@ def _is_alike(blocked: Blocked, plan: Plan) -> bool:
 def _sent_here(plan: Plan, traced: Traced) -> Plan:
     """Return a plan with the place that this call names for what it sends away. Raises `PlanError` where it
     names none."""
-    offload, link = traced.settings.offload, plan.graph.link
+    offload, link = traced.settings.offload, plan.graph.cd.link
     if not plan.schedule.copied or link is None:
         return plan
     if offload is None:
@@ -141,7 +141,7 @@ def _sent_here(plan: Plan, traced: Traced) -> Plan:
                         "call does not say where to: say offload= again, or make another plan")
     link = replace(link, place=offload.place, most_bytes=offload.part(1, plan.calls).most_bytes,
                    buffer_bytes=offload.buffer_bytes(devices.of(traced.device)))
-    return replace(plan, graph=replace(plan.graph, link=link))
+    return replace(plan, graph=plan.graph.with_link(link))
 
 
 def _check(plan: Plan, prepared: Prepared) -> None:

@@ -77,10 +77,10 @@ def at_loss(plan: PlanData) -> set[str]:
     there: set[int] = set()
     for step in steps[:end]:
         if isinstance(step, Compute):
-            there.update(plan.graph.computations[step.c].outputs)
+            there.update(plan.graph.cd.c[step.c].outputs)
         else:
             there.discard(step.d)  # type: ignore[union-attr]
-    return {plan.graph.computations[plan.graph.maker[j]].path for j in there}  # type: ignore[index]
+    return {plan.graph.computations[plan.graph.cd.producer[j]].path for j in there}  # type: ignore[index]
 
 
 @functools.cache
@@ -182,7 +182,7 @@ def test_every_planner_follows_wishes_or_says_that_it_does_not(planner: str) -> 
 def test_data_that_is_to_be_computed_again_is_not_sent_away(tmp_path: Path) -> None:
     plan = rkmate.plan(tower(), (X,), budget=0.5, offload=rkmate.Offload(str(tmp_path), "1MiB"),
                        settings=settings({"blocks.*": "recompute"}), progress=False)
-    copied = {plan.graph.computations[plan.graph.maker[j]].path  # type: ignore[index]
+    copied = {plan.graph.computations[plan.graph.cd.producer[j]].path  # type: ignore[index]
               for j in {getattr(s, "d", None) for s in plan.schedule.copied or ()} - {None}}
     assert not copied & {f"blocks.{k}.{n}" for k in range(3) for n in ("up", "act", "drop")}
 
