@@ -93,6 +93,8 @@ class GraphSummary:
             **({"additions": adding} if adding else {}),
             **({"collectives": exchanging} if exchanging else {}),
             **({"link": cd.link.content()} if cd.link else {}),
+            **({"once": sorted(cd.once)} if cd.once else {}),
+            **({"forgotten": sorted(cd.forgotten)} if cd.forgotten else {}),
             "reserve_at_loss": self.reserve_at_loss, "cuts": [list(c) for c in self.cuts],
             "captured": [[c.name, c.operation, c.path, c.block, c.kind, list(c.inputs)]
                          for c in self.captured],
@@ -118,7 +120,8 @@ def read_summary(content: Mapping[str, Any], costs: Sequence[Cost]) -> GraphSumm
         tuple(DNode(str(n), int(s), k) for n, s, k, _ in content["storages"]), tuple(nodes), loss, (),
         tuple(map(int, content["outputs"])), tuple(map(int, content["output_grads"])),
         tuple(map(int, content["input_grads"])), {int(j): int(i) for j, i in content["exits"]},
-        read_link(content.get("link")))
+        read_link(content.get("link")), frozenset(map(int, content.get("once", ()))),
+        frozenset(map(int, content.get("forgotten", ()))))
     return GraphSummary(
         cd.verify(), tuple(computations), tuple(str(shape) for *_, shape in content["storages"]),
         tuple(map(int, content["held"])), int(content["reserve_at_loss"]),

@@ -18,6 +18,7 @@ import rkmate
 from rkmate.ir.plan import PlanData
 from rkmate.ir.schedule import Compute, Loss, Schedule, unmet_wishes
 from rkmate.planners.registry import PLANNERS
+from rkmate.show.replay import replay_baseline
 
 X = torch.randn(64, 32)
 
@@ -211,8 +212,11 @@ def test_bits_with_hints(hint: Any) -> None:
 
 def test_a_plan_belongs_to_its_wishes(tmp_path: Path) -> None:
     pins = {"blocks.*": "recompute"}
-    planned(tower(), 0.8, pins).save(tmp_path / "plan.json")
+    made = planned(tower(), 0.8, pins)
+    made.save(tmp_path / "plan.json")
     saved = rkmate.Plan.load(tmp_path / "plan.json")
+    assert saved == made and saved.graph.cd.forgotten
+    assert replay_baseline(saved).peak == replay_baseline(made).peak
     found = rkmate.wrap(tower(), (X,), plan=saved, settings=settings(pins), progress=False)
     found(X).backward()
     for other in (settings(), settings({"blocks.0": "recompute"})):
