@@ -109,8 +109,6 @@ class PlanData:
     """Steps of the plan: what is computed, freed and copied, in order."""
     fingerprint: str
     """Fingerprint of the model's graph: a plan serves every model with the same fingerprint."""
-    costs: tuple[Cost, ...]
-    """Costs of the C nodes."""
     graph: GraphSummary = field(repr=False)
     """Summary of the graph that the schedule runs over, for pictures and tables."""
     note: str = ""
@@ -141,6 +139,11 @@ class PlanData:
     origin: Origin | None = field(default=None, repr=False, compare=False)
     """Model, sample inputs, device and versions that the plan was made with; None in files saved before plans
     recorded them."""
+
+    @property
+    def costs(self) -> tuple[Cost, ...]:
+        """Costs of the C nodes."""
+        return tuple(Cost(c.time, c.overhead, c.alternatives) for c in self.graph.cd.c)
 
     @property
     def overhead(self) -> float:
@@ -183,13 +186,13 @@ class PlanData:
             raise PlanError(f"{path}: was changed after it was saved. Make the plan again")
         try:
             found = read_fields(PlanData, content)
-            found["graph"] = read_summary(found["graph"], found["costs"])
+            found["graph"] = read_summary(found["graph"], [read_cost(row) for row in content["costs"]])
             return cls(**found)
         except (KeyError, TypeError, ValueError, IndexError, GraphError) as error:
             raise PlanError(f"{path}: is not a complete plan file ({error})") from error
 
     def _content(self) -> dict[str, Any]:
-        return {"format": _FORMAT, **written_fields(self, [f.name for f in fields(PlanData)])}
+        return {"format": _FORMAT, **written_fields(self, ["costs", *(f.name for f in fields(PlanData))])}
 
 
 def in_one_line(plan: PlanData) -> str:
@@ -226,8 +229,6 @@ def _read(kind: Any, value: Any) -> Any:
     inner = get_args(kind)
     if kind is Schedule:
         return Schedule(tuple(map(read_step, value)))
-    if kind is Cost:
-        return read_cost(value)
     if kind is GraphSummary:
         return value                                            # is read with the costs
     if is_dataclass(kind):

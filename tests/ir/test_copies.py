@@ -136,7 +136,7 @@ def test_a_saved_plan_with_a_link_that_is_none(name: str, value: object, tmp_pat
     with pytest.raises(ValueError, match="not a saved Link"):
         read_link(content)
     summary = GraphSummary(CDGraph((), (), 0, link=Link(**content)), (), (), (), 0)
-    plan = PlanData("p", 1, 1, 1, 1.0, 1.0, None, None, (), (), Schedule(()), "f", (), summary)
+    plan = PlanData("p", 1, 1, 1, 1.0, 1.0, None, None, (), (), Schedule(()), "f", summary)
     plan.save(tmp_path / "plan")
     if name in summary.cd.link.content():      # what is left out of a file has its default
         with pytest.raises(PlanError, match="is not a complete plan file"):
