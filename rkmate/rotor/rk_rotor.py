@@ -283,10 +283,8 @@ class Table:
         self.minimum_bytes = int(small.bytes[0, len(chain)]) + chain.input_bytes
         """Smallest budget for which there is a sequence."""
         self._top = Layer(needs, small, _Filling(needs, slots, slot_bytes, keep=keep).table())
-        self._needs = needs
         self._keep = keep
         self._backtrack = Backtrack(self._top, slot_bytes, keep=keep)
-        self._small = small
         self._pool: list[tuple[Cost, list[Op]]] | None = None
 
     def seconds(self, budget_bytes: int) -> float:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rkmate.ir.link import Link
 from rkmate.ir.plan import PlanData
 from rkmate.show.amounts import count, duration, share, size
 from rkmate.show.replay import Occupancy, label
-
-Spans = Sequence[tuple[int, float, float]]
-"""(D node, start, end) of copies, in seconds."""
 
 _NOTHING = 1e-5
 """Share of a step: shorter waits are not mentioned."""
