@@ -59,6 +59,7 @@ from rkmate.planners import default, save_set
 from rkmate.planners.fit import Fitted
 from rkmate.planners.protocol import Candidate, Outcome, Problem, infeasible
 from rkmate.planners.save_set import SaveSet
+from rkmate.support.defaults import DEFAULT_PLANNER
 from rkmate.support.progress import Progress
 
 PAGE = DOCS / "ablation.md"
@@ -409,7 +410,7 @@ class Bench:
         start = time.process_time()
         with _quiet():
             try:
-                planned = search.make_plan(traced, budget, search.DEFAULT)
+                planned = search.make_plan(traced, budget, DEFAULT_PLANNER)
             except rkmate.InfeasibleBudget as error:
                 return _Side(None, time.process_time() - start, error.minimum_bytes or 0)
         return _Side(planned, time.process_time() - start)

@@ -15,13 +15,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 import torch
+from dtr_chains import linear_chain
 from matplotlib import pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import rkmate.dtr
-from rkmate.dtr.chains import linear_chain
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import dtr_language_model

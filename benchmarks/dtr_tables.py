@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from dtr_chains import adversary, linear_chain
 from torch import nn
 
 import rkmate.dtr
-from rkmate.dtr.chains import adversary, linear_chain
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

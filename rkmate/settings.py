@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from rkmate.errors import ArgumentError, UnknownOption
+from rkmate.support.defaults import DEFAULT_PLANNER
 from rkmate.support.warn import warn
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def chosen(options: Mapping[str, Any], call: Callable[..., Any], *, own: tuple[s
 def check_default_planner(settings: Settings, instead: str) -> None:
     """Raise `ArgumentError` for settings that name a planner, in a call that cannot follow them. `instead`:
     what the call does."""
-    if settings.planner_name != "rockmate":
+    if settings.planner_name != DEFAULT_PLANNER:
         raise ArgumentError(f"Settings(planner={settings.planner_name!r}): {instead}")
 
 

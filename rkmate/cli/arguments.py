@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rkmate.devices import NAMES, known
 from rkmate.errors import ArgumentError
 from rkmate.settings import option_docs
+from rkmate.support.defaults import DEFAULT_PLANNER
 
 if TYPE_CHECKING:
     from rkmate.pipeline.settings import Settings
@@ -29,8 +30,8 @@ def add_target(parser: argparse.ArgumentParser, *, budget: bool, plan_file: bool
     if budget:
         parser.add_argument("--budget", metavar="B", required=not plan_file,
                             help="600MiB, 1.5GB, 50%%, 0.5, auto, or bytes")
-    parser.add_argument("--planner", default="rockmate", metavar="NAME",
-                        help="how the schedule is found (default: rockmate)")
+    parser.add_argument("--planner", default=DEFAULT_PLANNER, metavar="NAME",
+                        help=f"how the schedule is found (default: {DEFAULT_PLANNER})")
     parser.add_argument("--device", metavar="D", help="move model and inputs there: cpu, cuda; for plan and "
                         f"curve also a GPU that is not here: {', '.join(NAMES)}")
     add_options(parser)

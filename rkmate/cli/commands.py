@@ -1,9 +1,12 @@
-"""Commands on a model: doctor, check, plan, curve, draw, report, compare. Each loads torch when it runs."""
+"""Commands on a model (doctor, check, plan, curve, draw, report, compare), each of which loads torch when it
+runs; and `simulate`, on a log of operations."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +20,10 @@ from rkmate.cli.arguments import (
     planning_options,
 )
 from rkmate.cli.targets import Target, load_target
-from rkmate.errors import ArgumentError
+from rkmate.dtr.heuristics import HEURISTICS
+from rkmate.dtr.log import read_log
+from rkmate.dtr.simulator import simulate
+from rkmate.errors import ArgumentError, RkmateError
 from rkmate.ir.plan import PlanData
 from rkmate.show.copies import copies_of
 from rkmate.show.replay import replay
@@ -146,7 +152,7 @@ def _print_plan(args: argparse.Namespace, target: Target, mesh: Any) -> int:
 
 def as_json(plan: PlanData) -> dict[str, Any]:
     """Return the figures of a plan, as ``--json`` prints them. Bytes and seconds."""
-    copies = copies_of(replay(plan)) if plan.graph.link is not None else None
+    copies = copies_of(replay(plan)) if plan.graph.cd.link is not None else None
     sent = {} if copies is None else {"offload": {
         "place": copies.link.place, "tensors": copies.tensors, "away_bytes": copies.away_bytes,
         "busy_seconds": copies.busy_seconds, "stalled_seconds": copies.stalled,
@@ -285,4 +291,49 @@ def run_compare(args: argparse.Namespace) -> int:
         Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
         result.plot(args.plot)
     print(result.to_json() if args.json else result)
+    return 0
+
+
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``simulate``."""
+    parser.add_argument("log", metavar="LOG", help="file of operations, one JSON object a line")
+    parser.add_argument("--heuristic", default="dtr-eq", metavar="NAME",
+                        help=f"one of {', '.join(HEURISTICS)} (default: dtr-eq)")
+    limit = parser.add_mutually_exclusive_group(required=True)
+    limit.add_argument("--ratio", type=float, help="budget as a fraction of the log's own peak")
+    limit.add_argument("--budget", type=int, metavar="BYTES", help="budget in bytes")
+    parser.add_argument("--seed", type=int, default=0, help="for the random heuristic (default: 0)")
+    parser.add_argument("--overhead-limit", type=float, default=10.0, metavar="X",
+                        help="stop as thrash when total time would exceed X times the program's "
+                        "(default: 10)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for errors too")
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """Replay a log of tensor operations under a heuristic and a budget. Returns the exit status: 0, or 2 for
+    bad input.
+
+    Running out of memory and thrashing are results, not failures.
+    """
+    try:
+        program = read_log(args.log)
+        if args.ratio is not None and not 0 <= args.ratio < math.inf:
+            raise ArgumentError(f"--ratio must be a number from 0 up, and is {args.ratio}")
+        budget = args.budget if args.ratio is None else int(program.memory * args.ratio)
+        result = simulate(program, args.heuristic, budget, overhead_limit=args.overhead_limit, seed=args.seed)
+    except (RkmateError, OSError, ValueError) as error:
+        message = f"{args.log}: {error}"
+        if args.json:
+            print(json.dumps({"error": type(error).__name__, "message": message}))
+        else:
+            print(f"rkmate simulate: {message}", file=sys.stderr)
+        return 2
+    answer = {**result.as_dict(), "overhead": result.clock / program.compute if program.compute else None,
+              "baseline_memory": program.memory, "baseline_compute": program.compute}
+    if args.json:
+        print(json.dumps(answer))
+    else:
+        width = max(map(len, answer))
+        for name, value in answer.items():
+            print(f"{name:<{width}}  {value}")
     return 0

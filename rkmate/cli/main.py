@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rkmate import __version__
-from rkmate.cli import commands, simulate
+from rkmate.cli import commands
 from rkmate.cli.arguments import check_files
 from rkmate.cli.targets import DEMOS, TargetError
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, PlanError, RkmateError
@@ -84,7 +84,7 @@ _COMMANDS = (
     _Command("compare", "every planner at equal budgets", commands.add_compare_arguments,
              commands.run_compare),
     _Command("simulate", "replay a log of operations under dynamic rematerialization",
-             simulate.add_arguments, simulate.run, target=False),
+             commands.add_simulate_arguments, commands.run_simulate, target=False),
 )
 
 

@@ -16,10 +16,9 @@ from rkmate.show import styles
 from rkmate.show.amounts import duration, size
 from rkmate.show.plots import BESIDE, figure, save, styled
 from rkmate.show.styles import look_of
+from rkmate.support.defaults import DEFAULT_PLANNER
 
 Status = Literal["ok", "infeasible", "timeout", "failed", "does not apply"]
-DEFAULT = "rockmate"
-"""Default planner of `rkmate.wrap`."""
 SAME = 5e-4
 """Time ratios closer than this are called equal."""
 _COLUMNS = (("method", 26), ("planning", 9), ("predicted peak", 15), ("measured peak", 14),
@@ -102,9 +101,9 @@ class Comparison(Sequence[Row]):
             return None
         least = min(ratio for ratio, _ in fits)
         equal = [r for ratio, r in fits if ratio <= least + SAME]
-        return min(equal, key=lambda r: (r.method != DEFAULT, r.planning_seconds or 0.0))
+        return min(equal, key=lambda r: (r.method != DEFAULT_PLANNER, r.planning_seconds or 0.0))
 
-    def beaten(self, method: str = DEFAULT) -> tuple[tuple[Row, Row], ...]:
+    def beaten(self, method: str = DEFAULT_PLANNER) -> tuple[tuple[Row, Row], ...]:
         """Return pairs of a method's row and the best row, for each budget at which the method is not the
         best."""
         pairs = []
@@ -182,7 +181,7 @@ class Comparison(Sequence[Row]):
                            if r.peak_bytes is not None and r.time_ratio is not None)
         measured = [(r.measured_peak_bytes, r.measured_ratio) for r in rows
                     if r.measured_peak_bytes is not None and r.measured_ratio is not None]
-        return Line(method, tuple(predicted), tuple(measured), first=method == DEFAULT)
+        return Line(method, tuple(predicted), tuple(measured), first=method == DEFAULT_PLANNER)
 
 
 def _line(row: Row, measured: bool, winner: bool) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from rkmate.device.protocol import MeterError, MeterInUse, PartsMeter, thread_of
+from rkmate.device.protocol import MeterError, MeterInUse, PartsMeter
 from rkmate.ir.simulate import Peak
 from rkmate.torch_seam.memory import (
     REMEMBERS_SIZES,
@@ -154,33 +154,51 @@ _measuring = threading.Lock()
 _giving_way: list[tuple[Callable[[], None], int | None]] = []
 
 
-def stay_open(meter: PartsMeter, stop: Callable[[], None], is_over: Callable[[], bool] | None = None
-              ) -> ExitStack:
-    """Begin a measurement that goes on between two calls of a user, and return what ends it.
+class OpenRun:
+    """A run of a meter that goes on between two calls of a user, one part after another."""
 
-    stop: called when another measurement is to begin, and once all was measured at an optimizer's step:
-        afterwards, the user may start a profiler.
-    is_over: tells whether all was measured; None for a measurement that looks for its optimizer by itself.
+    def __init__(self, meter: PartsMeter, stop: Callable[[], None], is_over: Callable[[], bool] | None = None
+                 ) -> None:
+        """`stop`: called when another measurement is to begin, and once all was measured at an optimizer's
+        step: afterwards, the user may start a profiler. `is_over`: tells whether all was measured; None for a
+        measurement that looks for its optimizer by itself.
 
-    Raises:
-        MeterError: something else measures, or the schedule of a profiler may start that in the meantime.
-    """
-    thread = thread_of(meter)
-    if thread is not None and with_schedules():
-        raise MeterError("a profiler has a schedule, and may start: until it has ended, memory cannot be "
-                         "measured from one call to another")
-    running = ExitStack()
-    running.enter_context(meter.running())
-    give_way_by(stop, thread)
-    if is_over is not None:
-        running.callback(before_optimizers(functools.partial(_at_optimizer, is_over)))
-    return running
+        Raises:
+            MeterError: something else measures, or the schedule of a profiler may start that in the meantime.
+        """
+        self.meter = meter
+        self._thread = threading.get_ident() if meter.of_one_thread else None
+        """The only thread that may go on with the run; None if any may."""
+        self._run, self._part = ExitStack(), ExitStack()
+        if meter.of_one_thread and with_schedules():
+            raise MeterError("a profiler has a schedule, and may start: until it has ended, memory cannot be "
+                             "measured from one call to another")
+        self._run.enter_context(meter.running())
+        self.give_way_by(stop)
+        if is_over is not None:
+            self._run.callback(before_optimizers(functools.partial(_at_optimizer, is_over)))
 
+    def may_go_on(self) -> bool:
+        """Return whether this thread may measure parts, and end the run."""
+        return self._thread in (None, threading.get_ident())
 
-def give_way_by(stop: Callable[[], None], thread: int | None) -> None:
-    """Set what stops the measurement that goes on. `thread`: the identifier of the only thread that can; None
-    for any."""
-    _giving_way[:] = [(stop, thread)]
+    def give_way_by(self, stop: Callable[[], None]) -> None:
+        """Set what stops the run when another measurement is to begin."""
+        _giving_way[:] = [(stop, self._thread)]
+
+    def begin_part(self, number: int) -> None:
+        """Measure another part of the run from now on."""
+        self.end_part()
+        self._part.enter_context(self.meter.part(number))
+
+    def end_part(self) -> None:
+        """End the part that is measured, if there is one."""
+        self._part.close()
+
+    def close(self) -> None:
+        """End the run."""
+        self.end_part()
+        self._run.close()
 
 
 def _at_optimizer(is_over: Callable[[], bool], _: torch.optim.Optimizer) -> None:

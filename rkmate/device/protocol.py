@@ -6,7 +6,6 @@ else asks what kind a device is.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -87,11 +86,6 @@ class PartsMeter(Protocol):
     def peaks(self) -> dict[int, int]:
         """Return, after the run, the most bytes over the level at its start, for each part."""
         return peaks_over(self.levels())
-
-
-def thread_of(meter: PartsMeter) -> int | None:
-    """Return the only thread that may go on with a run which this thread begins; None if any may."""
-    return threading.get_ident() if meter.of_one_thread else None
 
 
 def peaks_over(levels: Mapping[int, tuple[int, int]]) -> dict[int, int]:

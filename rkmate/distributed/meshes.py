@@ -136,8 +136,8 @@ def estimate(plan: Plan, model: nn.Module, mesh: DeviceMesh, device: GPU | str) 
     """
     gpu, names = checked(device), mesh.mesh_dim_names or ()
     trained = sum(bytes_held(p) for p in model.parameters() if p.requires_grad)
-    ran, replayed = [plan.graph.computations[c] for c in plan.schedule.order], replay(plan)
-    seconds = sum(c.seconds for c in ran if c.exchanges)
+    cd, replayed = plan.graph.cd, replay(plan)
+    seconds = sum(cd.c[i].time for i in plan.schedule.order if cd.c[i].exchanges)
     replicas = 0.0
     if REPLICAS in names and SHARDS not in names:
         group: Any = mesh.get_group(REPLICAS)
@@ -145,10 +145,10 @@ def estimate(plan: Plan, model: nn.Module, mesh: DeviceMesh, device: GPU | str) 
         replicas = 2 * trained * (len(ranks) - 1) / len(ranks) / gpu.expected.between(ranks)
     made: set[int] = set()
     """Storages that were gathered, and what was made of these alone: parts of several, or another type."""
-    for c in plan.graph.computations:
-        if "all_gather" in c.operation or (c.inputs and made.issuperset(c.inputs)):
+    for c, of in zip(cd.c, plan.graph.computations, strict=True):
+        if "all_gather" in of.operation or (c.inputs and made.issuperset(c.inputs)):
             made.update(c.outputs)
-    gathered = sum(plan.graph.cd.d[j].size for j, kind in replayed.alive_at_peak
+    gathered = sum(cd.d[j].size for j, kind in replayed.alive_at_peak
                    if j in made and kind != "temporaries")
     return RankEstimate(
         dict(zip(names, mesh.shape, strict=True)), gpu.name, gpu.memory_bytes,

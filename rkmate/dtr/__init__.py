@@ -18,7 +18,7 @@ _PLACES = {
     "rkmate.dtr.errors": ("BudgetExceeded", "LogError", "RuntimeStateError", "ThrashingError"),
     "rkmate.dtr.heuristics": ("HEURISTICS", "make_heuristic"),
     "rkmate.dtr.log": ("Program", "parse_log", "read_log"),
-    "rkmate.dtr.runtime.report": ("Report",),
+    "rkmate.dtr.runtime.memory": ("Report",),
     "rkmate.dtr.session": ("Session",),
     "rkmate.dtr.simulator": ("Result", "Trace", "simulate"),
     "rkmate.dtr.wrapping": ("DynamicModule", "wrap"),
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rkmate.dtr.log import Program as Program
     from rkmate.dtr.log import parse_log as parse_log
     from rkmate.dtr.log import read_log as read_log
-    from rkmate.dtr.runtime.report import Report as Report
+    from rkmate.dtr.runtime.memory import Report as Report
     from rkmate.dtr.session import Session as Session
     from rkmate.dtr.simulator import Result as Result
     from rkmate.dtr.simulator import Trace as Trace

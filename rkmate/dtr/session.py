@@ -21,7 +21,7 @@ from rkmate.dtr.errors import RuntimeStateError
 from rkmate.dtr.heuristics import make_heuristic
 from rkmate.dtr.runtime.engine import Engine
 from rkmate.dtr.runtime.logging import LogWriter
-from rkmate.dtr.runtime.report import Report
+from rkmate.dtr.runtime.memory import Report
 from rkmate.errors import ArgumentError, RkmateError
 from rkmate.torch_seam.tensors import TorchDispatchMode
 

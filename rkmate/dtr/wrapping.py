@@ -9,7 +9,7 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.dtr.errors import BudgetExceeded, ThrashingError
-from rkmate.dtr.runtime.report import Report
+from rkmate.dtr.runtime.memory import Report
 from rkmate.dtr.session import Session, State
 from rkmate.errors import ArgumentError, BackwardError
 from rkmate.stand_in import StandIn

@@ -9,7 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from rkmate.errors import ArgumentError
@@ -61,8 +62,22 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
             todo.append(i)
         else:
             advance(i)
+    limit = settings.total_limit if seconds is None else min(seconds, settings.total_limit)
+    with closing(_solved(graphs, todo, settings, workers, limit)) as solved:
+        for i, result in solved:
+            results[i] = result
+            if store is not None and (seconds is None or not result.timed_out):
+                store.store(graphs[i], settings, result)
+            advance(i)
+    return [found for i in first if (found := results[i]) is not None]
+
+
+def _solved(graphs: Sequence[CDGraph], todo: Iterable[int], settings: OptionSettings, workers: int | None,
+            limit: float) -> Generator[tuple[int, OptionSet], None, None]:
+    """Yield the options of some of the graphs, each with its number, as threads find them. `limit`: seconds
+    for all."""
     # The largest first: a long solve that starts last would leave the other cores idle.
-    todo.sort(key=lambda i: -len(graphs[i].c))
+    todo = sorted(todo, key=lambda i: -len(graphs[i].c))
     count = min(len(todo), workers if workers is not None else cores())
     finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -70,7 +85,6 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
         waiting.put(i)
     stop = threading.Event()
     begin = time.perf_counter()
-    limit = settings.total_limit if seconds is None else min(seconds, settings.total_limit)
 
     def share() -> OptionSettings:
         left = max(0.0, limit - (time.perf_counter() - begin))
@@ -98,15 +112,11 @@ def solve_options(graphs: Sequence[CDGraph], settings: OptionSettings | None = N
             i, result = _next(finished)
             if isinstance(result, BaseException):
                 raise result
-            results[i] = result
-            if store is not None and (seconds is None or not result.timed_out):
-                store.store(graphs[i], settings, result)
-            advance(i)
+            yield i, result
     finally:
         stop.set()
         for thread in threads:
             thread.join()
-    return [found for i in first if (found := results[i]) is not None]
 
 
 def _next(finished: queue.SimpleQueue[_Finished]) -> _Finished:

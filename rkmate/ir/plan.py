@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -109,8 +109,6 @@ class PlanData:
     """Steps of the plan: what is computed, freed and copied, in order."""
     fingerprint: str
     """Fingerprint of the model's graph: a plan serves every model with the same fingerprint."""
-    costs: tuple[Cost, ...]
-    """Costs of the C nodes."""
     graph: GraphSummary = field(repr=False)
     """Summary of the graph that the schedule runs over, for pictures and tables."""
     note: str = ""
@@ -141,6 +139,11 @@ class PlanData:
     origin: Origin | None = field(default=None, repr=False, compare=False)
     """Model, sample inputs, device and versions that the plan was made with; None in files saved before plans
     recorded them."""
+
+    @property
+    def costs(self) -> tuple[Cost, ...]:
+        """Costs of the C nodes."""
+        return tuple(Cost(c.time, c.overhead, c.alternatives) for c in self.graph.cd.c)
 
     @property
     def overhead(self) -> float:
@@ -182,15 +185,14 @@ class PlanData:
         if checksum != _checksum(content):
             raise PlanError(f"{path}: was changed after it was saved. Make the plan again")
         try:
-            found = _read_fields(PlanData, content)
-            found["graph"] = read_summary(found["graph"], found["costs"])
+            found = read_fields(PlanData, content)
+            found["graph"] = read_summary(found["graph"], [read_cost(row) for row in content["costs"]])
             return cls(**found)
         except (KeyError, TypeError, ValueError, IndexError, GraphError) as error:
             raise PlanError(f"{path}: is not a complete plan file ({error})") from error
 
     def _content(self) -> dict[str, Any]:
-        return {"format": _FORMAT, **{_KEYS.get(f.name, f.name): _written(getattr(self, f.name))
-                                      for f in fields(PlanData)}}
+        return {"format": _FORMAT, **written_fields(self, ["costs", *(f.name for f in fields(PlanData))])}
 
 
 def in_one_line(plan: PlanData) -> str:
@@ -213,8 +215,13 @@ def _written(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     if is_dataclass(value):
-        return {f.name: _written(getattr(value, f.name)) for f in fields(value)}
+        return written_fields(value, [f.name for f in fields(value)])
     return value
+
+
+def written_fields(value: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return fields of a plan, or of a dataclass in it, as JSON takes them."""
+    return {_KEYS.get(name, name): _written(getattr(value, name)) for name in names}
 
 
 def _read(kind: Any, value: Any) -> Any:
@@ -222,12 +229,10 @@ def _read(kind: Any, value: Any) -> Any:
     inner = get_args(kind)
     if kind is Schedule:
         return Schedule(tuple(map(read_step, value)))
-    if kind is Cost:
-        return read_cost(value)
     if kind is GraphSummary:
         return value                                            # is read with the costs
     if is_dataclass(kind):
-        return kind(**_read_fields(kind, value))                # type: ignore[operator]
+        return kind(**read_fields(kind, value))                 # type: ignore[operator]
     if get_origin(kind) is tuple and ... in inner:
         return tuple(_read(inner[0], v) for v in value)
     if get_origin(kind) is tuple:
@@ -240,10 +245,12 @@ def _read(kind: Any, value: Any) -> Any:
 _types_of = functools.cache(get_type_hints)
 
 
-def _read_fields(kind: Any, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass; those that have a default, and are not there, are left out."""
+def read_fields(kind: Any, content: Mapping[str, Any], names: Collection[str] | None = None
+                ) -> dict[str, Any]:
+    """Return fields of a dataclass that `written_fields` wrote; those that have a default, and are not there,
+    are left out. Raises `KeyError`, `TypeError` or `ValueError`. `names`: None for all fields."""
     kinds, found = _types_of(kind), {}
-    for f in fields(kind):
+    for f in fields(kind) if names is None else [f for f in fields(kind) if f.name in names]:
         key = _KEYS.get(f.name, f.name)
         if key in content or f.default is f.default_factory is MISSING:
             found[f.name] = _read(kinds[f.name], content[key])

@@ -6,11 +6,11 @@ No torch: a plan that was loaded from a file is drawn and explained from this al
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from rkmate.ir.cd import CDGraph, CNode, Cost, DKind, DNode, Kernel, Phase
+from rkmate.ir.cd import CDGraph, CNode, Cost, DNode
 from rkmate.ir.link import Link, read_link
 
 CapturedKind = Literal["operation", "view", "dropped"]
@@ -18,48 +18,16 @@ CapturedKind = Literal["operation", "view", "dropped"]
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """A C node."""
+    """What a C node computes, in terms of the user's model."""
 
-    name: str
     operation: str
     """The operator, without its namespace and overload: ``addmm``."""
     path: str
     """The module of the user's model that it comes from; empty for the model itself."""
-    phase: Phase
     block: int
     """Block of the node; -1 for a value that is computed once at the start."""
-    inputs: tuple[int, ...]
-    """Storages that it reads."""
-    outputs: tuple[int, ...]
-    """Storages that it creates."""
-    seconds: float
-    overhead: int
-    """Bytes of temporary memory."""
-    random: bool = False
     constant: bool = False
     """Depends on no trained value."""
-    donors: tuple[int, ...] = ()
-    """Inputs that may take the output's place when they die here."""
-    alternatives: tuple[Kernel, ...] = ()
-    """Costs of the node's other kernels, if it has any."""
-    decides: bool = False
-    """Runs once: what it chooses must stand."""
-    adds: bool = False
-    """Runs once: it adds to a gradient that the caller holds."""
-    exchanges: bool = False
-    """Is a collective, which can run while other computations do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """A D node."""
-
-    name: str
-    size: int
-    """Bytes."""
-    kind: DKind
-    shape: str
-    """Form of the tensor that owns it: ``float32[8, 128, 64]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +47,15 @@ class Captured:
 
 @dataclass(frozen=True)
 class GraphSummary:
-    """The graph that a plan's schedule runs over, with costs. Indices as in the schedule."""
+    """The graph that a plan's schedule runs over, with costs, and what people call its nodes. Indices as in
+    the schedule."""
 
+    cd: CDGraph
+    """The graph as the simulator takes it."""
     computations: tuple[Computation, ...]
-    storages: tuple[Storage, ...]
-    loss: int
-    """Index of the first backward computation."""
-    outputs: tuple[int, ...]
-    output_grads: tuple[int, ...]
-    input_grads: tuple[int, ...]
-    releases: Mapping[int, int]
-    """Parameter gradient -> computation after which it leaves memory."""
+    """Of each C node."""
+    shapes: tuple[str, ...]
+    """Of each D node: form of the tensor that owns it, ``float32[8, 128, 64]``."""
     pinned: tuple[int, ...]
     """Storages that the user holds."""
     reserve_at_loss: int
@@ -97,18 +63,6 @@ class GraphSummary:
     cuts: tuple[tuple[int, ...], ...] = ()
     """Storages that the forward carries into block i (one entry more than there are blocks)."""
     captured: tuple[Captured, ...] = field(default=(), repr=False)
-    link: Link | None = None
-    """Connection to the place where data can be sent meanwhile; None: nowhere."""
-
-    @cached_property
-    def cd(self) -> CDGraph:
-        """The graph as the simulator takes it."""
-        return CDGraph(
-            tuple(DNode(s.name, s.size, s.kind) for s in self.storages),
-            tuple(CNode(c.name, c.phase, c.inputs, c.outputs, c.seconds, c.overhead, c.random,
-                        c.donors, c.alternatives, c.decides, c.adds, c.exchanges)
-                  for c in self.computations),
-            self.loss, (), self.outputs, self.output_grads, self.input_grads, self.releases, self.link)
 
     @cached_property
     def block_c(self) -> Mapping[int, tuple[int, ...]]:
@@ -118,27 +72,29 @@ class GraphSummary:
             result.setdefault(c.block, []).append(i)
         return {b: tuple(c) for b, c in sorted(result.items())}
 
-    @cached_property
-    def maker(self) -> tuple[int | None, ...]:
-        """The computation that creates each storage; None for gradients that arrive."""
-        return self.cd.producer
+    def with_link(self, link: Link) -> GraphSummary:
+        """Return a copy whose data can be sent through another link."""
+        return replace(self, cd=replace(self.cd, link=link))
 
     def content(self) -> dict[str, Any]:
         """Return the summary as a JSON object, without times and overheads, which the plan has."""
-        adding = [i for i, c in enumerate(self.computations) if c.adds]
-        exchanging = [i for i, c in enumerate(self.computations) if c.exchanges]
+        cd = self.cd
+        adding = [i for i, c in enumerate(cd.c) if c.adds]
+        exchanging = [i for i, c in enumerate(cd.c) if c.exchanges]
         return {
-            "computations": [[c.name, c.operation, c.path, c.block, list(c.inputs), list(c.outputs),
-                              int(c.random), int(c.constant), list(c.donors)]
-                             for c in self.computations],
-            "storages": [[s.name, s.size, s.kind, s.shape] for s in self.storages],
-            "loss": self.loss, "outputs": list(self.outputs),
-            "output_grads": list(self.output_grads), "input_grads": list(self.input_grads),
-            "exits": sorted([j, i] for j, i in self.releases.items()), "held": list(self.pinned),
-            "decisions": [i for i, c in enumerate(self.computations) if c.decides],
+            "computations": [[c.name, of.operation, of.path, of.block, list(c.inputs), list(c.outputs),
+                              int(c.random), int(of.constant), list(c.donors)]
+                             for c, of in zip(cd.c, self.computations, strict=True)],
+            "storages": [[d.name, d.size, d.kind, shape] for d, shape in zip(cd.d, self.shapes, strict=True)],
+            "loss": cd.loss, "outputs": list(cd.outputs),
+            "output_grads": list(cd.output_grads), "input_grads": list(cd.input_grads),
+            "exits": sorted([j, i] for j, i in cd.releases.items()), "held": list(self.pinned),
+            "decisions": [i for i, c in enumerate(cd.c) if c.decides],
             **({"additions": adding} if adding else {}),
             **({"collectives": exchanging} if exchanging else {}),
-            **({"link": self.link.content()} if self.link else {}),
+            **({"link": cd.link.content()} if cd.link else {}),
+            **({"once": sorted(cd.once)} if cd.once else {}),
+            **({"forgotten": sorted(cd.forgotten)} if cd.forgotten else {}),
             "reserve_at_loss": self.reserve_at_loss, "cuts": [list(c) for c in self.cuts],
             "captured": [[c.name, c.operation, c.path, c.block, c.kind, list(c.inputs)]
                          for c in self.captured],
@@ -152,23 +108,23 @@ def read_summary(content: Mapping[str, Any], costs: Sequence[Cost]) -> GraphSumm
     decisions = set(map(int, content.get("decisions", ())))      # plans without: of graphs without
     additions = set(map(int, content.get("additions", ())))
     collectives = set(map(int, content.get("collectives", ())))
-    computations = []
+    nodes, computations = [], []
     for i, (row, cost) in enumerate(zip(content["computations"], costs, strict=True)):
-        name, operation, path, block, inputs, outputs, random, constant, places = row
-        computations.append(Computation(
-            str(name), str(operation), str(path), "forward" if i < loss else "backward", int(block),
-            tuple(map(int, inputs)), tuple(map(int, outputs)), cost.time, cost.overhead, bool(random),
-            bool(constant), tuple(map(int, places)), cost.alternatives, i in decisions, i in additions,
-            i in collectives))
-    result = GraphSummary(
-        tuple(computations),
-        tuple(Storage(str(n), int(s), k, str(shape)) for n, s, k, shape in content["storages"]),
-        loss, tuple(map(int, content["outputs"])), tuple(map(int, content["output_grads"])),
+        name, operation, path, block, inputs, outputs, random, constant, donors = row
+        nodes.append(CNode(
+            str(name), "forward" if i < loss else "backward", tuple(map(int, inputs)),
+            tuple(map(int, outputs)), cost.time, cost.overhead, bool(random), tuple(map(int, donors)),
+            cost.alternatives, i in decisions, i in additions, i in collectives))
+        computations.append(Computation(str(operation), str(path), int(block), bool(constant)))
+    cd = CDGraph(
+        tuple(DNode(str(n), int(s), k) for n, s, k, _ in content["storages"]), tuple(nodes), loss, (),
+        tuple(map(int, content["outputs"])), tuple(map(int, content["output_grads"])),
         tuple(map(int, content["input_grads"])), {int(j): int(i) for j, i in content["exits"]},
+        read_link(content.get("link")), frozenset(map(int, content.get("once", ()))),
+        frozenset(map(int, content.get("forgotten", ()))))
+    return GraphSummary(
+        cd.verify(), tuple(computations), tuple(str(shape) for *_, shape in content["storages"]),
         tuple(map(int, content["held"])), int(content["reserve_at_loss"]),
         tuple(tuple(map(int, c)) for c in content["cuts"]),
         tuple(Captured(str(n), str(o), str(p), int(b), k, tuple(map(int, r)))
-              for n, o, p, b, k, r in content["captured"]),
-        read_link(content.get("link")))
-    result.cd.verify()
-    return result
+              for n, o, p, b, k, r in content["captured"]))

@@ -9,19 +9,18 @@ saved, temporary memory inside of operations, and what a backward computes again
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from rkmate.device.events import stay_open
-from rkmate.device.protocol import MeterError, PartsMeter, thread_of
+from rkmate.device.events import OpenRun
+from rkmate.device.protocol import MeterError, PartsMeter
 from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import bytes_held
@@ -141,8 +140,8 @@ class ObservedStep(Figures):
         super().__init__()
         self.meter = meter
         self._stretch: Any = None
-        self._backward: tuple[ExitStack, int | None] | None = None
-        """The run of the meter from the end of the forward on, and the only thread that may end it."""
+        self._backward: OpenRun | None = None
+        """The run of the meter from the end of the forward on."""
         self._levels: dict[int, tuple[int, int, frozenset[int]]] = {}
         """Of each node of the backward: what the rest held, and what gradients took when it began; what
         parts held, and which."""
@@ -513,10 +512,9 @@ class ObservedStep(Figures):
         if self.meter is None:
             return
         try:
-            running = stay_open(self.meter, self.finish, lambda: self.backward_seen)
+            self._backward = OpenRun(self.meter, self.finish, lambda: self.backward_seen)
         except MeterError:                      # somebody measures, or profiles
             return
-        self._backward = running, thread_of(self.meter)
         self._levels.clear()
         self._stretches_of.clear()
         self._enter_stretch(_LOSS)
@@ -527,10 +525,10 @@ class ObservedStep(Figures):
         running, self._backward = self._backward, None
         while self._hooks:
             self._hooks.pop().remove()
-        if running is None or self.meter is None or running[1] not in (None, threading.get_ident()):
+        if running is None or self.meter is None or not running.may_go_on():
             return
         self._end_stretch()
-        running[0].close()
+        running.close()
         levels = self.meter.levels()
         peaks = {k: max(levels[part][1] - new for part, new in ((k, 0), *self._stretches_of.get(k, ()))
                         if part in levels) - start for k, (start, _) in levels.items()}

@@ -6,11 +6,10 @@ is measured from moment to moment, and what the planned calls hold at each is ta
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rkmate.device.events import give_way_by, stay_open
-from rkmate.device.protocol import PartsMeter, thread_of
+from rkmate.device.events import OpenRun
+from rkmate.device.protocol import PartsMeter
 from rkmate.errors import CaptureError
 from rkmate.parts.observed_step import MOST
 from rkmate.parts.one_budget import Part, Rest
@@ -324,12 +323,10 @@ class Observed:
         """`standing`: bytes that were in memory before, and belong to the step. `goes_on`: further
         calls may come when the backward of all before them is over. Raises `MeterError` where something else
         measures."""
-        self._meter, self._goes_on = meter, goes_on
+        self._goes_on = goes_on
         self.standing = standing
         """Bytes that were in memory when the step began, and belong to it."""
-        self._thread = thread_of(meter)
-        self._session = stay_open(meter, self._give_up)
-        self._stretch = ExitStack()
+        self._run = OpenRun(meter, self._give_up)
         self._stretches: list[tuple[int | None, tuple[int, ...]]] = []
         """Of each stretch of the step, the number of the planned call that runs, and of those that hold."""
         self._arriving: dict[int, int] = {}
@@ -343,25 +340,24 @@ class Observed:
     def _next(self, running: int | None) -> None:
         if self._is_over:
             return
-        self._stretch.close()
-        self._stretch.enter_context(self._meter.part(len(self._stretches)))
+        self._run.begin_part(len(self._stretches))
         self._stretches.append((running, tuple(self._holding)))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Plan a call inside the context, in the middle of the step. What that takes while it runs does not
         count."""
-        if self._is_over or self._thread not in (None, threading.get_ident()):
+        if self._is_over or not self._run.may_go_on():
             yield
             return
-        self._stretch.close()
+        self._run.end_part()
         self._is_paused = True
         try:
-            with self._meter.paused():
+            with self._run.meter.paused():
                 yield
         finally:
             self._is_paused = False
-            give_way_by(self._give_up, self._thread)
+            self._run.give_way_by(self._give_up)
             self._next(None)
 
     def forward_begins(self) -> None:
@@ -396,7 +392,7 @@ class Observed:
 
     def _end(self) -> None:
         self._is_over = True
-        self._stretch.close()
+        self._run.end_part()
 
     def _backward_over(self) -> None:
         """A backward is over. If it was that of all calls, the measurement goes on until another one begins:
@@ -405,7 +401,7 @@ class Observed:
             self._waits, self._has_come = False, True
             return
         self._end()
-        give_way_by(self._give_way, self._thread)
+        self._run.give_way_by(self._give_way)
 
     def _give_up(self) -> None:
         """Something else is to be measured, in the middle of the step: this shows nothing, then."""
@@ -416,8 +412,8 @@ class Observed:
         self._give_way()
 
     def _give_way(self) -> None:
-        if self._thread in (None, threading.get_ident()):
-            self._session.close()
+        if self._run.may_go_on():
+            self._run.close()
 
     def close(self, is_over: bool = False) -> None:
         """End the measurement. `is_over`: no backward comes for calls that hold something still."""
@@ -425,7 +421,7 @@ class Observed:
             self._waits = True
             self._holding.clear()
         self._end()
-        self._session.close()
+        self._run.close()
 
     @property
     def peak(self) -> int:
@@ -434,7 +430,7 @@ class Observed:
 
     def _levels(self) -> dict[int, tuple[int, int]]:
         return {k: (begin + self.standing, peak + self.standing)
-                for k, (begin, peak) in self._meter.levels().items()}
+                for k, (begin, peak) in self._run.meter.levels().items()}
 
     def rest(self) -> Rest | None:
         """Return what was outside of all plans; None if the backward has not come to its end."""

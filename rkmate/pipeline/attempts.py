@@ -148,7 +148,6 @@ def plan_of(prepared: Prepared, solved: Solved | None, name: str, limit: int, ou
         step_seconds=result.seconds, baseline_seconds=whole.seconds, bound_seconds=bound,
         minimum_bytes=outcome.smallest, blocks=prepared.infos if solved is None else solved.infos,
         runs=runs, schedule=schedule, fingerprint=blocked.fingerprint,
-        costs=tuple(prepared.costs[i] for i in range(len(prepared.graph.c))),
         graph=solved.summary if solved else summarise(prepared),
         note=whole_note(prepared, outcome.note), variant=blocked.variant.name, calls=calls,
         deferred=_deferred(blocked),

@@ -11,14 +11,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from rkmate import device as devices
 from rkmate.device.inductor import version as compiler_version
 from rkmate.errors import PlanError, ScheduleError
-from rkmate.ir.plan import BlockInfo, Run, read_step, step_content
+from rkmate.ir.plan import PlanData, read_fields, read_step, step_content, written_fields
 from rkmate.ir.schedule import Schedule
 from rkmate.pipeline.attempts import Planned, plan_of
 from rkmate.pipeline.prepare import (
@@ -116,7 +116,7 @@ def _followed(blocked: Blocked, plans: Sequence[Plan]) -> Planned | None:
     for plan in plans:
         if plan.fingerprint == blocked.fingerprint:
             here = _sent_here(plan, blocked.traced)
-            prepared = with_operation_costs(blocked, here.costs, link=here.graph.link)
+            prepared = with_operation_costs(blocked, here.costs, link=here.graph.cd.link)
             _check(here, prepared)
             _check_version(here.compiled)
             return Planned(here, prepared)
@@ -132,7 +132,7 @@ def _is_alike(blocked: Blocked, plan: Plan) -> bool:
 def _sent_here(plan: Plan, traced: Traced) -> Plan:
     """Return a plan with the place that this call names for what it sends away. Raises `PlanError` where it
     names none."""
-    offload, link = traced.settings.offload, plan.graph.link
+    offload, link = traced.settings.offload, plan.graph.cd.link
     if not plan.schedule.copied or link is None:
         return plan
     if offload is None:
@@ -141,7 +141,7 @@ def _sent_here(plan: Plan, traced: Traced) -> Plan:
                         "call does not say where to: say offload= again, or make another plan")
     link = replace(link, place=offload.place, most_bytes=offload.part(1, plan.calls).most_bytes,
                    buffer_bytes=offload.buffer_bytes(devices.of(traced.device)))
-    return replace(plan, graph=replace(plan.graph, link=link))
+    return replace(plan, graph=plan.graph.with_link(link))
 
 
 def _check(plan: Plan, prepared: Prepared) -> None:
@@ -176,8 +176,10 @@ def _check(plan: Plan, prepared: Prepared) -> None:
 
 FORMAT = 1
 """Grows when the content of an entry changes its meaning."""
-_FIELDS = ("peak_bytes", "step_seconds", "bound_seconds", "minimum_bytes", "note", "baseline_peak_bytes",
-           "baseline_seconds", "first_seconds")
+_FIELDS = ("variant", "fingerprint", "schedule", "runs", "blocks", "peak_bytes", "step_seconds",
+           "bound_seconds", "minimum_bytes", "note", "baseline_peak_bytes", "baseline_seconds",
+           "first_seconds")
+"""Fields of a plan that an entry has."""
 Reason = tuple[str, str]
 """Why a variant was taken, and what the settings that forbid it would do: the parts of a warning."""
 
@@ -217,22 +219,21 @@ def recall(place: Path, prepared: Prepared, limit: int, planner: str,
         return None
     start, traced = time.perf_counter(), prepared.blocked.traced
     try:
-        variant, schedule = named(entry["variant"]), Schedule(tuple(map(read_step, entry["steps"])))
+        found = read_fields(PlanData, entry, _FIELDS)
+        variant, schedule = named(found["variant"]), found["schedule"]
     except _BROKEN:
         return None
     here = prepared if variant == prepared.blocked.variant else prepare(
         traced, blocked=blocks.get(variant) or block(traced, variant), limit=lambda blocked: limit)
     try:
-        if here.blocked.fingerprint != entry["fingerprint"]:
+        if here.blocked.fingerprint != found["fingerprint"]:
             return None
         peak, result = here.peak(schedule, here.settings.calls), here.simulate(schedule)
-        if peak != entry["peak_bytes"] or peak > limit \
-                or not math.isclose(result.seconds, entry["step_seconds"], rel_tol=1e-9):
+        if peak != found["peak_bytes"] or peak > limit \
+                or not math.isclose(result.seconds, found["step_seconds"], rel_tol=1e-9):
             return None
         plan = plan_of(here, None, planner, limit, Outcome(schedule, "ok", result.seconds))
-        plan = replace(plan, schedule=schedule, runs=tuple(Run(**r) for r in entry["runs"]),
-                       blocks=tuple(BlockInfo(**b) for b in entry["blocks"]),
-                       **{field: entry[field] for field in _FIELDS})
+        plan = replace(plan, **found)
         orders = tuple(tuple(tuple(map(int, order)) for order in options) for options in entry["orders"])
         why, instead = map(str, entry["reason"])
     except _BROKEN:
@@ -244,11 +245,8 @@ def recall(place: Path, prepared: Prepared, limit: int, planner: str,
 def remember(place: Path, planned: Planned, reason: Reason) -> None:
     """Write what a search has found."""
     plan: Plan = planned.plan
-    entry: dict[str, Any] = {
-        "variant": plan.variant, "fingerprint": plan.fingerprint,
-        "steps": [step_content(s) for s in plan.schedule.steps], "runs": [vars(r) for r in plan.runs],
-        "blocks": [vars(b) for b in plan.blocks], **{f: getattr(plan, f) for f in _FIELDS},
-        "orders": planned.orders, "said": planned.said, "reason": reason}
+    entry = {**written_fields(plan, _FIELDS), "orders": planned.orders, "said": planned.said,
+             "reason": reason}
     store_json(place, entry, is_small=False)
 
 

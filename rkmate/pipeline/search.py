@@ -76,6 +76,7 @@ from rkmate.pipeline.variants import (
 from rkmate.planners.protocol import Candidate, Composed, Planner, best
 from rkmate.planners.registry import planner as find_planner
 from rkmate.show.plan import Plan
+from rkmate.support.defaults import DEFAULT_PLANNER
 
 # -- Plans and curves ------------------------------------------------------------------------------
 #
@@ -86,8 +87,6 @@ from rkmate.show.plan import Plan
 # that may be faster.
 
 
-DEFAULT = "rockmate"
-"""The planner that is taken unless a caller names one."""
 CURVE = 10
 """Budgets of a curve, unless the caller names them."""
 
@@ -125,13 +124,13 @@ def make_plan(traced: Traced, budget: Budget, planner: str) -> Planned:
     return largest_that_fits(limit, lambda least: planned_within(prepared, least, planner), room)
 
 
-def plan_prepared(prepared: Prepared, limit: int, planner: str = DEFAULT) -> Plan:
+def plan_prepared(prepared: Prepared, limit: int, planner: str = DEFAULT_PLANNER) -> Plan:
     """Return the fastest plan within `limit` bytes, given the prepared first variant. Raises as
     `make_plan`."""
     return planned_within(prepared, limit, planner).plan
 
 
-def planned_within(prepared: Prepared, limit: int, planner: str = DEFAULT,
+def planned_within(prepared: Prepared, limit: int, planner: str = DEFAULT_PLANNER,
                    blocks: Mapping[Variant, Blocked] = MappingProxyType({})) -> Planned:
     """Compare the variants' plans; an earlier process may have done so. `blocks`: variants that were cut into
     blocks before."""
@@ -346,7 +345,7 @@ def _reason(plan: Plan, before: Plan | None) -> tuple[str, str]:
 def smallest_peak_of(prepared: Prepared, above: int) -> int:
     """Return the smallest budget that the default planner is known to meet, in bytes, on the first variant,
     or where that needs more than `above`, on any."""
-    method = find_planner(DEFAULT, prepared.settings.of_planner)
+    method = find_planner(DEFAULT_PLANNER, prepared.settings.of_planner)
     blocked, least = prepared.blocked, prepared.baseline_peak
     for variant in (blocked.variant, *others(prepared.settings, blocked.concerned)):
         here = prepared if variant is blocked.variant else prepare(blocked.traced, variant)

@@ -113,7 +113,7 @@ def _of_variant(traced: Traced, variant: Variant, budget: Budget, method: Planne
     if not measured:
         with capture_lock:              # groups run once, and what the process allocates is read
             costs = bounded_costs(scaled_costs(sources, cd), blocked.partition.program)
-    prepared = with_operation_costs(blocked, costs, link=sources[0].graph.link, limit=room_within(budget))
+    prepared = with_operation_costs(blocked, costs, link=sources[0].graph.cd.link, limit=room_within(budget))
     limit = limit_of(prepared, budget)
     orders = next((k.orders for k in alike if k.orders and _is_cut_alike(k.plan, prepared)), ())
     whole: Planned | None = None

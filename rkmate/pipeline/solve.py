@@ -20,7 +20,7 @@ from rkmate.ir.chain import Backward, Block, Chain, Forward, Op, Option
 from rkmate.ir.plan import BlockInfo, Run
 from rkmate.ir.schedule import Compute, CopyIn, Free, Leave, Schedule, Start, from_order
 from rkmate.ir.simulate import simulate
-from rkmate.ir.summary import Captured, CapturedKind, Computation, GraphSummary, Storage
+from rkmate.ir.summary import Captured, CapturedKind, Computation, GraphSummary
 from rkmate.pipeline.model import shape_of
 from rkmate.pipeline.prepare import Prepared, cut_children
 from rkmate.planners.protocol import Problem
@@ -145,21 +145,14 @@ def _plain_forward(graph: CDGraph) -> tuple[float, int]:
 def summarise(prepared: Prepared) -> GraphSummary:
     """Return names, operations, module paths, sizes and times of a model's graph."""
     parts, module_of = prepared.partition, Modules()
-    program, graph = parts.program, prepared.graph
+    program = parts.program
     computations = tuple(
-        Computation(c.name, _operation(node), module_of(node), c.phase, parts.block_of[i], c.inputs,
-                    c.outputs, c.time, c.overhead, random=c.random, constant=i in program.constant,
-                    donors=c.donors, alternatives=c.alternatives, decides=c.decides, adds=c.adds,
-                    exchanges=c.exchanges)
-        for i, (c, node) in enumerate(zip(graph.c, program.operation, strict=True)))
-    storages = tuple(Storage(d.name, d.size, d.kind, _shape(owner.meta.get(VALUE)))
-                     for d, owner in zip(graph.d, program.owner, strict=True))
-    made = GraphSummary(
-        computations, storages, graph.loss, graph.outputs, graph.output_grads, graph.input_grads,
-        dict(graph.releases), prepared.pinned, prepared.reserve_at_loss,
-        tuple(tuple(sorted(c)) for c in parts.cuts), _captured(prepared, module_of), graph.link)
-    made.__dict__["cd"] = graph         # which is what it would make again
-    return made
+        Computation(_operation(node), module_of(node), block, constant=i in program.constant)
+        for i, (node, block) in enumerate(zip(program.operation, parts.block_of, strict=True)))
+    return GraphSummary(
+        prepared.graph, computations, tuple(_shape(owner.meta.get(VALUE)) for owner in program.owner),
+        prepared.pinned, prepared.reserve_at_loss, tuple(tuple(sorted(c)) for c in parts.cuts),
+        _captured(prepared, module_of))
 
 
 def _captured(prepared: Prepared, module_of: Modules) -> tuple[Captured, ...]:

@@ -34,6 +34,7 @@ from rkmate.planners.protocol import (
 )
 from rkmate.planners.save_set import SaveSet, save_set_program
 from rkmate.planners.settings import PlannerSettings
+from rkmate.support.defaults import DEFAULT_PLANNER
 
 # -- Several planners within a limit of time -------------------------------------------------------
 
@@ -199,7 +200,7 @@ class Default:
     """Settings of the search; None: the default settings."""
     save_set: Planner = SaveSet()
     """Planner that solves the program over the whole graph."""
-    name: str = "rockmate"
+    name: str = DEFAULT_PLANNER
 
     @property
     def asks(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from rkmate.planners.lower_sets import Chen, LowerSetPlanner
 from rkmate.planners.protocol import Composed, Planner
 from rkmate.planners.save_set import SaveSet
 from rkmate.planners.settings import PlannerSettings
+from rkmate.support.defaults import DEFAULT_PLANNER
 from rkmate.support.warn import warn
 
 _DEFAULT, _CHAIN, _DTR, _LOWER_SETS = Default(), ChainProgram("rk-rotor"), DtrOffline(), LowerSetPlanner(
@@ -43,7 +44,7 @@ time left."""
 
 PLANNERS: dict[str, Planner] = {planner.name: planner for planner in _SINGLE}
 PLANNERS["auto"] = Auto(_DEFAULT, (PLANNERS["save-all"],), tuple(PLANNERS[name] for name in _AUTO))
-SENDING = ("rockmate", "save-set", "auto")
+SENDING = (DEFAULT_PLANNER, "save-set", "auto")
 """Planners that copy data away where it can be sent (`CDGraph.link`); all others only recompute."""
 RENAMED = {"keep-set": "save-set"}
 """Old names, understood for one more version."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from rkmate.errors import ArgumentError
-from rkmate.support.defaults import Default
+from rkmate.support.defaults import DEFAULT_PLANNER, Default
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class PlannerSettings:
     of an ordinary processor, counted by the work that is done: a slow or busy machine takes longer, and finds
     the same. The clock ends a program after ten times as long, and at `Settings.planning_seconds`."""
 
-    name: str = "rockmate"
+    name: str = DEFAULT_PLANNER
     """``"rockmate"``, the default, takes the fastest schedule of several methods. The methods by themselves,
     to compare them, are ``"rk-rotor"``, ``"rotor"``, ``"revolve"`` (dynamic programs over a chain of blocks),
     ``"sequential"`` (equal segments), ``"chen"`` (square-root segments), ``"checkmate"``, ``"checkmate-lp"``

@@ -7,8 +7,6 @@ does something that no plan knows of: a backward of a backward, several calls an
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -18,8 +16,8 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.device import MeterError
-from rkmate.device.events import stay_open
-from rkmate.device.protocol import PartsMeter, thread_of
+from rkmate.device.events import OpenRun
+from rkmate.device.protocol import PartsMeter
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
@@ -44,10 +42,8 @@ class FollowedStep:
         """`parameters`: of the module. `meter`: None to tell only whether the backward came."""
         self.only_looks = meter is None
         """Whether it does not measure."""
-        self._meter = meter
-        self._thread = None if meter is None else thread_of(meter)
-        """The only thread that may measure; None if any may."""
-        self._running, self._stretch = contextlib.ExitStack(), contextlib.ExitStack()
+        self._run: OpenRun | None = None
+        """Where it measures."""
         self._new = [0]
         """For each stretch of the step, bytes of gradients that were new by then."""
         self._waits_for_end = self._is_cut = self._is_closed = False
@@ -61,11 +57,10 @@ class FollowedStep:
             return
         self._others = [p for p in living({nn.Parameter}) if p.requires_grad and p.grad is None]
         try:
-            self._running = stay_open(meter, self._give_way, self._is_over)
+            self._run = OpenRun(meter, self._give_way, self._is_over)
         except MeterError:                      # somebody measures, or profiles
-            self._meter = None
             return
-        self._stretch.enter_context(meter.part(0))
+        self._run.begin_part(0)
 
     def follow(self, result: T) -> T:
         """Follow the backwards of what a call has returned, and return that. Some add nothing to parameters'
@@ -85,9 +80,8 @@ class FollowedStep:
 
     def _go_on(self, new: int) -> None:
         """Begin another stretch. `new`: bytes of gradients that are new by then."""
-        if self._meter is not None and not self._is_closed and self._may_measure():
-            self._stretch.close()
-            self._stretch.enter_context(self._meter.part(len(self._new)))
+        if self._run is not None and not self._is_closed and self._run.may_go_on():
+            self._run.begin_part(len(self._new))
             self._new.append(new)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
@@ -103,13 +97,10 @@ class FollowedStep:
             new += bytes_held(parameter.grad)
         self._go_on(new)
 
-    def _may_measure(self) -> bool:
-        return self._thread in (None, threading.get_ident())
-
     def _end(self) -> None:
         self._waits_for_end = False
-        if self._may_measure():
-            self._stretch.close()
+        if self._run is not None and self._run.may_go_on():
+            self._run.end_part()
 
     def _is_over(self) -> bool:
         return self.backward_seen and not self._waits_for_end
@@ -120,9 +111,8 @@ class FollowedStep:
         self._stop()
 
     def _stop(self) -> None:
-        if self._may_measure():
-            self._stretch.close()
-            self._running.close()
+        if self._run is not None and self._run.may_go_on():
+            self._run.close()
 
     def close(self) -> None:
         """Measure no longer."""
@@ -134,10 +124,10 @@ class FollowedStep:
     def peak(self) -> int | None:
         """Return the most bytes of the step, once that is over; None where not all of it was measured."""
         self.close()
-        if self._meter is None or self._is_cut or not self.backward_seen:
+        if self._run is None or self._is_cut or not self.backward_seen:
             return None
         others = sum(bytes_held(p.grad) for p in self._others if p.grad is not None)
-        found = self._meter.levels()
+        found = self._run.meter.levels()
         start = found[0][0]
         return max(peak - start - self._new[number] for number, (_, peak) in found.items()) - others
 

@@ -118,13 +118,15 @@ class ModuleReader:
             for f in held:
                 if f.place not in whole:
                     written.setdefault(f.place, {})[id(f.held)] = f.replaced()
-            members = {c.number.attribute: c.number.holder for c in effects.numbers if c.number.attribute}
-            for n in (c.number for c in effects.numbers):
+            numbers = [c.number for c in effects.numbers]
+            members = {n.attribute: n.place.holder for n in numbers if n.attribute}
+            for n in numbers:
                 if n.attribute and n.attribute not in whole:
                     in_dictionaries = written.setdefault(n.attribute, {})
-                    in_dictionaries[id(n.holder)] = {**in_dictionaries.get(id(n.holder), {}), n.key: n.old}
-            self._attributes.leave_out({**{w.place: w.assigned.old for w in effects.attributes},
-                                        **{n.number.place: n.number.old for n in effects.numbers},
+                    number, key = n.place.key
+                    in_dictionaries[number] = {**in_dictionaries.get(number, {}), key: n.old}
+            self._attributes.leave_out({**{w.assigned.place.key: w.assigned.old for w in effects.attributes},
+                                        **{n.place.key: n.old for n in numbers},
                                         **{f.place: f.held for f in held},
                                         **members}, written)
             self._walk = None

@@ -15,7 +15,6 @@ loss). A later step looks for that.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import threading
@@ -29,7 +28,7 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.device import MeterError, MeterInUse
-from rkmate.device.events import stay_open
+from rkmate.device.events import OpenRun
 from rkmate.ir.simulate import LOSS_SCALARS, lasting_of_loss
 from rkmate.runtime.segments import Call, saved_by
 from rkmate.show.plan import Plan
@@ -186,18 +185,17 @@ class BetweenMeter:
     """
 
     def __init__(self, device: torch.device, call: Call) -> None:
-        self._meter = devices.of(device).parts_meter()
-        self._running, self._part = contextlib.ExitStack(), contextlib.ExitStack()
+        self._run: OpenRun | None = None
         self._thread = threading.get_ident()
         self._measured = self._is_cut = self._has_stopped = False
         try:
-            self._running = stay_open(self._meter, self._give_way, lambda: self._measured)
+            self._run = OpenRun(devices.of(device).parts_meter(), self._give_way, lambda: self._measured)
         except MeterInUse:
             raise
         except MeterError:                      # the user profiles
-            self._thread, self._has_stopped = -1, True
+            self._has_stopped = True
             return
-        self._part.enter_context(self._meter.part(0))
+        self._run.begin_part(0)
         weakref.finalize(call, self._stop)
 
     @classmethod
@@ -210,12 +208,15 @@ class BetweenMeter:
 
     def end(self) -> None:
         """The backward begins."""
-        self._measured = not self._is_cut and threading.get_ident() == self._thread
-        self._part.close()
+        if self._run is not None:
+            self._measured = not self._is_cut and threading.get_ident() == self._thread
+            self._run.end_part()
 
     def bytes(self) -> int | None:
         """Return the largest number of bytes; None where nothing was measured, or the measurement runs."""
-        return self._meter.peaks().get(0) if self.has_stopped() and self._measured else None
+        if not self.has_stopped() or not self._measured or self._run is None:
+            return None
+        return self._run.meter.peaks().get(0)
 
     def has_stopped(self) -> bool:
         """Stop, and return whether that was possible: not in a backward (of another loss, whose hook calls
@@ -229,9 +230,8 @@ class BetweenMeter:
         self._stop()
 
     def _stop(self) -> None:
-        if threading.get_ident() == self._thread and not inside_backward():
-            self._part.close()
-            self._running.close()
+        if self._run is not None and threading.get_ident() == self._thread and not inside_backward():
+            self._run.close()
             self._has_stopped = True
 
 

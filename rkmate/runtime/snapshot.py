@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,15 +18,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rkmate.errors import ArgumentError
-from rkmate.graph.capture.state import MISSING, Assigned
-from rkmate.runtime.read_names import (
-    Globals,
+from rkmate.graph.capture.forward_code import (
+    MISSING,
+    Place,
     classes_of_user,
-    content_of,
     holds_numbers,
     members_of,
     read_by_forward,
 )
+from rkmate.graph.capture.state import Assigned
 from rkmate.torch_seam.compiler import TensorGuards, dict_version
 from rkmate.torch_seam.containers import attributes_in
 from rkmate.torch_seam.modules import (
@@ -199,8 +199,9 @@ Overrides = Mapping[tuple[int, str], Any]
 class Attribute(NamedTuple):
     """A plain attribute of a module of the model, or a global variable that its forward reads."""
 
-    holder: nn.Module | Globals
-    name: str
+    module: nn.Module | None
+    """The module; None for a global variable."""
+    place: Place
     path: str
     """Path from the model on, for messages."""
 
@@ -210,38 +211,25 @@ class Box(NamedTuple):
     of an enclosing function: with tensors among its members, with numbers that the forward may read, or one
     of `_LISTS`. Of classes and enclosing functions also a single value."""
 
-    holder: Any
-    name: str
+    place: Place
     path: str
     first: Sequence[Any] | None = None
     """The members that it had first, if each planned forward changes all of them: a key has these."""
     written: Written = MappingProxyType({})
     """The members that each planned forward changes, as they were first: a key has these."""
 
-    def held(self) -> Any:
-        """The list or dictionary."""
-        return content_of(self.holder) if isinstance(self.holder, CellType) else \
-            self.holder.__dict__.get(self.name, MISSING)
-
     def members(self) -> Sequence[Any]:
         """The members, including keys: the current ones, if they are compared."""
         if self.first is not None:
             return self.first
-        held = self.held()
+        held = self.place.read()
         return members_of(held, written=self.written) if isinstance(held, (list, dict)) else [held]
-
-    @property
-    def place(self) -> tuple[int, str]:
-        """The id of the dictionary that it stands in, of a class, or of a variable of an enclosing function;
-        and its name there."""
-        own = isinstance(self.holder, (type, CellType))
-        return id(self.holder if own else self.holder.__dict__), self.name
 
     @property
     def shared(self) -> Any:
         """What several boxes may be of: one list or dictionary. A single value is the place's own."""
-        held = self.held()
-        return id(held) if isinstance(held, (list, dict)) else self.place
+        held = self.place.read()
+        return id(held) if isinstance(held, (list, dict)) else self.place.key
 
 
 @dataclass(frozen=True)
@@ -273,7 +261,7 @@ class Attributes:
         # Several modules may hold one list.
         lists: dict[Any, list[tuple[int, str]]] = {}
         for b in self.boxes:
-            if (place := b.place) in old:
+            if (place := b.place.key) in old:
                 lists.setdefault(b.shared, []).append(place)
         return replace(self, left_out=left_out, boxes=tuple(
             box(b, lists[b.shared]) if b.shared in lists else b for b in self.boxes))
@@ -302,25 +290,25 @@ def attributes_of(model: nn.Module) -> Attributes:
         made = {weight_made_by(h) for h in forward_pre_hooks_of(m).values()}
         there = [k for k, v in m.__dict__.items()
                  if k not in _SKIPPED and k not in made and not isinstance(v, _OPEN)]
-        plain += [Attribute(m, k, prefix + k) for k in dict.fromkeys(("forward", *there, *later[type(m)]))]
-        boxes += [Box(m, k, prefix + k) for k, v in m.__dict__.items()
+        plain += [Attribute(m, Place(m.__dict__, k), prefix + k)
+                  for k in dict.fromkeys(("forward", *there, *later[type(m)]))]
+        boxes += [Box(Place(m.__dict__, k), prefix + k) for k, v in m.__dict__.items()
                   if k not in (PARAMETERS, BUFFERS)
                   and (k in _LISTS or (k in names and holds_numbers(v)) or any(
                       isinstance(t, torch.Tensor) and id(t) not in own for t in members_of(v)))]
-        boxes += [Box(held, k, f"{prefix}{name}.{k}") for name, held in m.__dict__.items()
+        boxes += [Box(Place(held.__dict__, k), f"{prefix}{name}.{k}") for name, held in m.__dict__.items()
                   if _has_attributes(held) for k, v in held.__dict__.items()
                   if k in names and holds_numbers(v)]
     around = {key: found for read in reads.values() for key, found in read.around.items()}
-    boxes += [Box(holder, name, f"{holder.__name__}.{name}" if isinstance(holder, type) else
-                  f"the variable {name} of an enclosing function") for holder, name in around.values()]
-    globals_ = {id(variables): Globals(variables) for read in reads.values()
-                for variables, _ in read.variables.values()}
-    for number, name in dict.fromkeys(key for read in reads.values() for key in read.variables):
-        path = f"the global variable {name}"
-        if isinstance(vars(globals_[number])[name], (dict, list)):
-            boxes.append(Box(globals_[number], name, path))
+    boxes += [Box(p, f"{p.holder.__name__}.{p.name}" if isinstance(p.holder, type) else
+                  f"the variable {p.name} of an enclosing function") for p in around.values()]
+    variables = {key: found for read in reads.values() for key, found in read.variables.items()}
+    for place in variables.values():
+        path = f"the global variable {place.name}"
+        if isinstance(place.read(), (dict, list)):
+            boxes.append(Box(place, path))
         else:
-            plain.append(Attribute(globals_[number], name, path))
+            plain.append(Attribute(None, place, path))
     return Attributes(tuple(plain), tuple(boxes), names=names.union(*(read.asked for read in reads.values())))
 
 
@@ -360,12 +348,13 @@ def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overr
     content: list[tuple[str, Any]] = []
     numbers: dict[int, int] = {}
     """Objects with attributes of their own, in the order in which they are met."""
-    for holder, name, path in attributes.plain:
-        d = holder.__dict__
+    for module, place, path in attributes.plain:
+        name: str = place.name
+        d: Any = place.holder
         left_out = (id(d), name) in attributes.left_out
         value = overrides[id(d), name] if left_out else d.get(name, MISSING)
         read += [] if left_out else [(d, name, value)]
-        if name == "forward" and _is_own(value, holder):
+        if name == "forward" and _is_own(value, module):
             value = MISSING
         if isinstance(value, RemovableHandle):
             content.append((path, RemovableHandle))      # the hooks themselves are compared
@@ -375,7 +364,7 @@ def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overr
             continue
         known = id(value) in numbers
         inside = [] if known else list(_leaves(value.__dict__, overrides))
-        runs_it = not known and _leads_to(value, holder)
+        runs_it = not known and _leads_to(value, module)
         if runs_it:
             kind: Any = type(value)
             read_here = _read_of(kind, attributes.names)
@@ -399,7 +388,7 @@ def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overr
 def before(now: Snapshot, assigned: Sequence[Assigned]) -> Snapshot:
     """Return the attributes as they were before some assignments to what is there now."""
     return snapshot(now.attributes, now.hooks,
-                    {(id(a.holder.__dict__), a.name): a.old for a in assigned})
+                    {a.place.key: a.old for a in assigned})
 
 
 class Equivalents:
@@ -508,7 +497,7 @@ class Walk:
         self._kinds = [*dict.fromkeys(self._types)]
         self._dicts = [*map(_content, modules)]
         inside = [d[name] for d in self._dicts for name in (*HOOK_KINDS, *_TENSORS, SUBMODULES)]
-        globals_ = {id(vars(a.holder)) for a in attributes.attributes.plain if isinstance(a.holder, Globals)}
+        globals_ = {id(a.place.holder) for a in attributes.attributes.plain if a.module is None}
         counted = [d for d in attributes.dicts if id(d) not in globals_]    # a script assigns others
         self._globals = [(d, k, v) for d, k, v in zip(
             attributes.dicts, attributes.keys, attributes.values, strict=True) if id(d) in globals_]

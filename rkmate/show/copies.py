@@ -57,12 +57,12 @@ def place_of(link: Link) -> str:
 
 def copies_of(replayed: Occupancy) -> Copies | None:
     """Return the figures of a plan's copies; None if the graph has no link."""
-    link, judged = replayed.graph.link, replayed.simulation
+    link, judged = replayed.graph.cd.link, replayed.simulation
     if link is None:
         return None
-    storages, end = replayed.graph.storages, replayed.loss_seconds
+    sizes, end = [d.size for d in replayed.graph.cd.d], replayed.loss_seconds
     return Copies(
-        link, len(judged.copies_out), judged.away, sum(storages[j].size for j, _, _ in judged.copies_in),
+        link, len(judged.copies_out), judged.away, sum(sizes[j] for j, _, _ in judged.copies_in),
         _covered(judged.copies_out), _covered(judged.copies_in),
         _covered(sorted((*judged.copies_out, *judged.copies_in), key=lambda c: c[1])), judged.stalled,
         judged.seconds, all(start < end for _, start, _ in judged.copies_out),
@@ -88,9 +88,9 @@ def block_sent(plan: PlanData, replayed: Occupancy) -> dict[int, int]:
     g = plan.graph
     sent: dict[int, int] = dict.fromkeys(g.block_c, 0)
     for j in replayed.copied:
-        maker = g.maker[j]
-        if maker is not None and maker < g.loss:
-            sent[g.computations[maker].block] += g.storages[j].size
+        maker = g.cd.producer[j]
+        if maker is not None and maker < g.cd.loss:
+            sent[g.computations[maker].block] += g.cd.d[j].size
     return sent
 
 
@@ -103,11 +103,11 @@ def copied_rows(replayed: Occupancy) -> list[tuple[str, ...]]:
     for j, start, end in replayed.simulation.copies_in:
         back.setdefault(j, []).append((start, end))
     rows: list[tuple[str, ...]] = []
-    for j, start, end in sorted(replayed.simulation.copies_out, key=lambda copy: -g.storages[copy[0]].size):
-        c = g.computations[g.maker[j] or 0]
+    for j, start, end in sorted(replayed.simulation.copies_out, key=lambda copy: -g.cd.d[copy[0]].size):
+        c = g.computations[g.cd.producer[j] or 0]
         comes = [[f"{times[k]:.4g}" for times in back.get(j, ())] for k in range(2)]
-        rows.append((label(c.path, c.operation), size(g.storages[j].size), f"{start:.4g}", f"{end:.4g}",
-                     ", ".join(comes[0]), ", ".join(comes[1]), g.storages[j].name))
+        rows.append((label(c.path, c.operation), size(g.cd.d[j].size), f"{start:.4g}", f"{end:.4g}",
+                     ", ".join(comes[0]), ", ".join(comes[1]), g.cd.d[j].name))
     return rows
 
 

@@ -54,7 +54,7 @@ def draw(plan: PlanData, path: str | Path, what: Picture, block: int | str | Non
         return _with_pages(path, pages_of(plan, replayed),
                            lambda link: chain_graph(plan, replayed, link),
                            lambda b: block_graph(plan, b, replayed), start=False)
-    nodes = len(plan.graph.captured) if what == "forward" else plan.graph.loss
+    nodes = len(plan.graph.captured) if what == "forward" else plan.graph.cd.loss
     make = captured_graph if what == "forward" else simplified_graph
     if whole or nodes <= LEGIBLE:
         return write(make(plan), path)
@@ -105,7 +105,7 @@ def pages_of(plan: PlanData, replayed: Occupancy | None) -> list[int]:
             for i in plan.graph.block_c[b]:
                 key.append(runs.get(i, 0))
                 key.extend((j in replayed.alive_at_loss, j in replayed.copied)
-                           for j in plan.graph.computations[i].outputs)
+                           for j in plan.graph.cd.c[i].outputs)
         result.append(first.setdefault(tuple(key), b))
     return result
 

@@ -139,7 +139,7 @@ def _columns(graph: graphviz.Digraph, nodes: Sequence[str]) -> None:
 
 def _cut_label(plan: PlanData, b: int) -> str:
     cut = plan.graph.cuts[b] if b < len(plan.graph.cuts) else ()
-    total = sum(plan.graph.storages[j].size for j in cut)
+    total = sum(plan.graph.cd.d[j].size for j in cut)
     return f"{count(len(cut), 'tensor')}, {size(total)}" if len(cut) != 1 else size(total)
 
 
@@ -149,10 +149,10 @@ def block_memory(plan: PlanData, replayed: Occupancy) -> tuple[dict[int, int], d
     g = plan.graph
     kept: dict[int, int] = dict.fromkeys(g.block_c, 0)
     whole: dict[int, int] = dict.fromkeys(g.block_c, 0)
-    needed = {j for c in g.computations[g.loss:] for j in c.inputs} | set(g.pinned)
-    for j, storage in enumerate(g.storages):
-        maker = g.maker[j]
-        if maker is None or maker >= g.loss:
+    needed = {j for c in g.cd.c[g.cd.loss:] for j in c.inputs} | set(g.pinned)
+    for j, storage in enumerate(g.cd.d):
+        maker = g.cd.producer[j]
+        if maker is None or maker >= g.cd.loss:
             continue
         block = g.computations[maker].block
         if j in replayed.alive_at_loss:
@@ -201,20 +201,20 @@ def simplified_graph(plan: PlanData, blocks: Iterable[int] | None = None) -> gra
             frame.attr(label=label, color=styles.FAINT, style="rounded", fontcolor=styles.SOFT,
                        labeljust="l")
             for i in g.block_c.get(b, ()):
-                if i >= g.loss:
+                if i >= g.cd.loss:
                     continue
                 inside.add(i)
                 c = g.computations[i]
-                total = sum(g.storages[j].size for j in c.outputs)
+                total = g.cd.bytes(g.cd.c[i].outputs)
                 constant = c.constant or b == HOISTED
                 within = "" if b == HOISTED else plan.blocks[b].path
                 lines = label_lines(short_path(c.path, within), c.operation)
                 frame.node(f"n{i}", _lines(*lines, size(total)),
                            fillcolor=styles.CONSTANT if constant else colours[plan.blocks[b].label],
                            shape="hexagon" if constant else "box",
-                           tooltip=f"{c.name}, {c.path or 'the model'}")
+                           tooltip=f"{g.cd.c[i].name}, {c.path or 'the model'}")
     for i in sorted(inside):
-        makers = {m for j in g.computations[i].inputs if (m := g.maker[j]) is not None}
+        makers = {m for j in g.cd.c[i].inputs if (m := g.cd.producer[j]) is not None}
         _edges(graph, i, sorted(makers & inside))
     return graph
 
@@ -229,9 +229,9 @@ def collapsed_graph(plan: PlanData, what: str, link: Link) -> graphviz.Digraph:
         where = [n.block for n in g.captured]
         pairs = {(where[j], n.block) for n in g.captured for j in n.inputs}
     else:
-        where = [c.block for c in g.computations[:g.loss]]
-        pairs = {(g.computations[m].block, c.block) for c in g.computations[:g.loss]
-                 for j in c.inputs if (m := g.maker[j]) is not None}
+        where = [c.block for c in g.computations[:g.cd.loss]]
+        pairs = {(where[m], where[i]) for i in g.cd.forward for j in g.cd.c[i].inputs
+                 if (m := g.cd.producer[j]) is not None}
     number = Counter(where)
 
     def node(into: graphviz.Digraph, b: int) -> None:
@@ -277,16 +277,15 @@ def block_graph(plan: PlanData, block: int, replayed: Occupancy) -> graphviz.Dig
     graph = _graph("block")
     graph.attr(label=f"{block_name(plan, block)}  {info.path}", labelloc="t", fontsize="16")
     mine = g.block_c[block]
-    touched = sorted({j for i in mine for j in (*g.computations[i].inputs,
-                                                *g.computations[i].outputs)})
+    touched = sorted({j for i in mine for j in (*g.cd.c[i].inputs, *g.cd.c[i].outputs)})
     members = set(mine)
     for j in touched:
         _data_node(graph, plan, j, replayed, members)
     for i in mine:
-        c = g.computations[i]
+        c, of = g.cd.c[i], g.computations[i]
         again = i in replayed.recomputed_seconds
         extra = f" + {size(c.overhead)}" if c.overhead else ""
-        lines = [*label_lines(short_path(c.path, info.path), c.operation), f"{duration(c.seconds)}{extra}"]
+        lines = [*label_lines(short_path(of.path, info.path), of.operation), f"{duration(c.time)}{extra}"]
         if again:
             lines.append("runs again")
         forward = c.phase == "forward"
@@ -294,8 +293,8 @@ def block_graph(plan: PlanData, block: int, replayed: Occupancy) -> graphviz.Dig
             (styles.BACKWARD, styles.BACKWARD_LINE)
         graph.node(f"c{i}", _lines(*lines), fillcolor=styles.AGAIN_FILL if again else fill,
                    color=styles.AGAIN if again else line, penwidth="2" if again else "1.2",
-                   shape="hexagon" if c.constant else "box",
-                   tooltip=f"{c.name}, {c.path or 'the model'}")
+                   shape="hexagon" if of.constant else "box",
+                   tooltip=f"{c.name}, {of.path or 'the model'}")
         for j in c.inputs:
             graph.edge(f"d{j}", f"c{i}")
         for j in c.outputs:
@@ -308,7 +307,7 @@ def block_graph(plan: PlanData, block: int, replayed: Occupancy) -> graphviz.Dig
 def _data_node(graph: graphviz.Digraph, plan: PlanData, j: int, replayed: Occupancy,
                members: set[int]) -> None:
     g = plan.graph
-    d, maker = g.storages[j], g.maker[j]
+    d, maker = g.cd.d[j], g.cd.producer[j]
     outside = maker is None or maker not in members
     kept = d.kind != "grad" and j in replayed.alive_at_loss
     away = not kept and j in replayed.copied
@@ -328,17 +327,17 @@ def _data_node(graph: graphviz.Digraph, plan: PlanData, j: int, replayed: Occupa
                else "white",
                color=styles.BACKWARD_LINE if d.kind == "grad" else styles.KEPT_LINE if kept
                else styles.AWAY_LINE if away else styles.FAINT, margin="0.02",
-               tooltip=f"{d.name} {d.shape}: {'kept' if kept else 'sent away' if away else d.kind}")
+               tooltip=f"{d.name} {g.shapes[j]}: {'kept' if kept else 'sent away' if away else d.kind}")
 
 
 def _loss_node(graph: graphviz.Digraph, plan: PlanData, block: int, touched: list[int]) -> None:
     """Add the loss, between the values that leave the block's forward and the gradients that come back."""
     g = plan.graph
-    made = {j for i in g.block_c[block] if i < g.loss for j in g.computations[i].outputs}
+    made = {j for i in g.block_c[block] if i < g.cd.loss for j in g.cd.c[i].outputs}
     leaving = made & (set(g.cuts[block + 1]) if block + 1 < len(g.cuts) else set())
-    leaving |= made & set(g.outputs)
-    own = {j for i in g.block_c[block] for j in g.computations[i].outputs}
-    arriving = [j for j in touched if g.storages[j].kind == "grad" and j not in own]
+    leaving |= made & set(g.cd.outputs)
+    own = {j for i in g.block_c[block] for j in g.cd.c[i].outputs}
+    arriving = [j for j in touched if g.cd.d[j].kind == "grad" and j not in own]
     graph.node("loss", "loss" if block == len(plan.blocks) - 1 else "later blocks, loss",
                shape="octagon", fillcolor=styles.LOSS, color=styles.LOSS_LINE)
     for j in sorted(leaving):

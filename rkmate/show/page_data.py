@@ -104,12 +104,12 @@ def cards(plan: PlanData, replayed: Occupancy) -> list[tuple[str, str, str]]:
 
 
 def _graph(graph: GraphSummary) -> dict[str, Any]:
-    c, d = graph.computations, graph.storages
+    c, of, d = graph.cd.c, graph.computations, graph.cd.d
     return {
-        "names": [x.name for x in c], "operations": [x.operation for x in c], "paths": [x.path for x in c],
-        "blocks": [x.block for x in c], "outputs": [list(x.outputs) for x in c], "loss": graph.loss,
-        "tensors": [x.name for x in d], "shapes": [x.shape for x in d], "sizes": [x.size for x in d],
-        "makers": [-1 if m is None else m for m in graph.maker]}
+        "names": [x.name for x in c], "operations": [x.operation for x in of], "paths": [x.path for x in of],
+        "blocks": [x.block for x in of], "outputs": [list(x.outputs) for x in c], "loss": graph.cd.loss,
+        "tensors": [x.name for x in d], "shapes": [*graph.shapes], "sizes": [x.size for x in d],
+        "makers": [-1 if m is None else m for m in graph.cd.producer]}
 
 
 def _view(plan: PlanData, graph: int, plain: Occupancy, measured: Peak[Any] | None) -> dict[str, Any]:

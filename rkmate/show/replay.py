@@ -148,24 +148,24 @@ class Occupancy:
     def peak_tensors(self) -> tuple[Tensor, ...]:
         """Tensors in memory at the peak, the largest first; of equal sizes, temporaries last."""
         found = [self._tensor(j, kind) for j, kind in self.alive_at_peak
-                 if self.graph.storages[j].size]
+                 if self.graph.cd.d[j].size]
         moment = self.moments[self.peak_at]
         by_kind = dict(zip(KINDS, moment.bytes, strict=True))
         if by_kind["temporaries"]:
-            c = self.graph.computations[moment.computation or 0]
-            found.append(Tensor(f"inside {c.name}", "", c.path, c.operation, c.block,
+            at = moment.computation or 0
+            c = self.graph.computations[at]
+            found.append(Tensor(f"inside {self.graph.cd.c[at].name}", "", c.path, c.operation, c.block,
                                 by_kind["temporaries"], "temporaries"))
         found += [Tensor(KIND_NAMES[kind], "", "", "", -1, by_kind[kind], kind)
                   for kind in _OF_NOBODY if by_kind[kind]]
         return tuple(sorted(found, key=lambda t: -t.bytes))
 
     def _tensor(self, j: int, kind: Kind) -> Tensor:
-        storage, maker = self.graph.storages[j], self.graph.maker[j]
+        d, shape, maker = self.graph.cd.d[j], self.graph.shapes[j], self.graph.cd.producer[j]
         if maker is None:
-            return Tensor(storage.name, storage.shape, "", "gradient of an output", -1, storage.size,
-                          kind)
+            return Tensor(d.name, shape, "", "gradient of an output", -1, d.size, kind)
         c = self.graph.computations[maker]
-        return Tensor(storage.name, storage.shape, c.path, c.operation, c.block, storage.size, kind)
+        return Tensor(d.name, shape, c.path, c.operation, c.block, d.size, kind)
 
     @cached_property
     def recomputed_seconds(self) -> dict[int, float]:
@@ -179,8 +179,8 @@ class Occupancy:
     def block_bytes(self, block: int) -> list[int]:
         """Return bytes of a block's forward storages at each moment."""
         def mine(j: int) -> bool:
-            maker = self.graph.maker[j]
-            return maker is not None and maker < self.graph.loss \
+            maker = self.graph.cd.producer[j]
+            return maker is not None and maker < self.graph.cd.loss \
                 and self.graph.computations[maker].block == block
         return self._levels((s.storage, s.first, s.last) for s in self.spans if mine(s.storage))
 
@@ -191,8 +191,8 @@ class Occupancy:
     def _levels(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
         change = [0] * (len(self.moments) + 1)
         for j, first, last in spans:
-            change[first] += self.graph.storages[j].size
-            change[last] -= self.graph.storages[j].size
+            change[first] += self.graph.cd.d[j].size
+            change[last] -= self.graph.cd.d[j].size
         level, levels = 0, []
         for c in change[:-1]:
             level += c
@@ -249,13 +249,13 @@ class _Walk:
     """The state between two steps."""
 
     def __init__(self, graph: GraphSummary, schedule: Schedule) -> None:
-        self.graph = graph
-        self.clocks = Clocks(graph.link)
+        self.cd, self.reserve_at_loss = graph.cd, graph.reserve_at_loss
+        self.clocks = Clocks(graph.cd.link)
         self.alive: dict[int, int] = {}                 # storage -> moment of its creation
         self.kind: dict[int, Kind] = {}
         self.level: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        if graph.link is not None and schedule.copied:
-            self.level["buffers"] = graph.link.buffer_bytes
+        if graph.cd.link is not None and schedule.copied:
+            self.level["buffers"] = graph.cd.link.buffer_bytes
         self.taken: dict[int, int] = {}                 # overwritten storage -> moment
         self.sent: set[int] = set()
         self.gone: dict[int, int] = {}                  # storage that is away alone -> since which moment
@@ -269,9 +269,9 @@ class _Walk:
         self.away_at_loss: set[int] = set()
 
     def _add(self, k: int, j: int, kind: Kind) -> None:
-        self.kind[j] = "gradients" if self.graph.storages[j].kind == "grad" else kind
+        self.kind[j] = "gradients" if self.cd.d[j].kind == "grad" else kind
         self.alive[j] = k
-        self.level[self.kind[j]] += self.graph.storages[j].size
+        self.level[self.kind[j]] += self.cd.d[j].size
 
     def _record(self, begin: float, start: float, step: Compute | None = None, again: bool = False,
                 extra: Iterable[tuple[Kind, int]] = ()) -> None:
@@ -286,17 +286,17 @@ class _Walk:
         self._record(self.clocks.now, self.clocks.now, extra=extra)
 
     def start(self, k: int, c: int) -> None:
-        node = self.graph.computations[c]
+        node = self.cd.c[c]
         for j in node.outputs:
             self._add(k, j, "recomputed" if c in self.ran else "kept")
         self.level["buffers"] += node.overhead
         self.running.add(c)
-        self.clocks.start(c, node.seconds)
+        self.clocks.start(c, node.time)
         self._record_at_once()
 
     def wait(self, step: Compute) -> None:
-        node, begin = self.graph.computations[step.c], self.clocks.now
-        self.clocks.exchange(step.c, node.seconds)
+        node, begin = self.cd.c[step.c], self.clocks.now
+        self.clocks.exchange(step.c, node.time)
         self._record(begin, self.clocks.now, step, step.c in self.ran)
         self.level["buffers"] -= node.overhead
         self.running.discard(step.c)
@@ -306,18 +306,18 @@ class _Walk:
         if step.c in self.running:
             self.wait(step)
             return
-        node = self.graph.computations[step.c]
+        node = self.cd.c[step.c]
         again = step.c in self.ran
         begin = self.clocks.now
         for j in node.inputs:
             self.clocks.arrive(j)
         twice = 0
         if place is not None:
-            self.level[self.kind[place]] -= self.graph.storages[place].size
+            self.level[self.kind[place]] -= self.cd.d[place].size
             self.taken[place] = k
         for j in node.outputs:
             if j in self.alive:
-                twice += self.graph.storages[j].size     # the second copy goes at once
+                twice += self.cd.d[j].size     # the second copy goes at once
             else:
                 self.gone.pop(j, None)
                 self._add(k, j, "recomputed" if again else "kept")
@@ -334,13 +334,13 @@ class _Walk:
         if j in self.taken:
             del self.taken[j]                           # its storage lives on under another name
         else:
-            self.level[self.kind[j]] -= self.graph.storages[j].size
+            self.level[self.kind[j]] -= self.cd.d[j].size
         if j in self.sent:
             self.gone[j] = k
         self._record_at_once()
 
     def copy_out(self, j: int) -> None:
-        self.clocks.copy_out(j, self.graph.storages[j].size)
+        self.clocks.copy_out(j, self.cd.d[j].size)
         self.sent.add(j)
         self._record_at_once()
 
@@ -348,12 +348,12 @@ class _Walk:
         begin = self.clocks.now
         self.clocks.leave(j)
         self._end(k, j)
-        self.level[self.kind[j]] -= self.graph.storages[j].size
+        self.level[self.kind[j]] -= self.cd.d[j].size
         self.gone[j] = k
         self._record(begin, self.clocks.now)
 
     def copy_in(self, k: int, j: int) -> None:
-        self.clocks.copy_in(j, self.graph.storages[j].size)
+        self.clocks.copy_in(j, self.cd.d[j].size)
         self.absences.append((j, self.gone.pop(j), k))
         self._add(k, j, "back")
         self._record_at_once()
@@ -363,11 +363,11 @@ class _Walk:
         self.loss_at = k
         self.at_loss = set(self.alive)
         self.away_at_loss = set(self.gone)
-        stays = min(self.graph.reserve_at_loss, LOSS_SCALARS)
+        stays = min(self.reserve_at_loss, LOSS_SCALARS)
         self.level["loss"] += stays
-        for j in self.graph.output_grads:
+        for j in self.cd.output_grads:
             self._add(k, j, "gradients")
-        inside = before + self.graph.reserve_at_loss - sum(self.level.values())
+        inside = before + self.reserve_at_loss - sum(self.level.values())
         self._record_at_once([("loss", max(0, inside))])
 
     def close(self, end: int) -> None:

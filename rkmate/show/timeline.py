@@ -133,7 +133,7 @@ def draw_blocks(axes: Any, plan: PlanData, replayed: Occupancy, rows: list[int])
             continue
         c = replayed.graph.computations[m.computation]
         if c.block in place:
-            spans = runs["again" if m.again else c.phase]
+            spans = runs["again" if m.again else replayed.graph.cd.c[m.computation].phase]
             begin = m.start
             if spans and spans[-1][1:] == (m.start, place[c.block]):
                 begin = spans.pop()[0]                      # one bar for what runs without a break
@@ -196,8 +196,8 @@ def block_schedule(plan: PlanData, block: int, replayed: Occupancy) -> Any:
     g = plan.graph
     columns = [k for k, m in enumerate(replayed.moments) if m.computation is not None
                and g.computations[m.computation].block == block]
-    mine = {j for i in g.block_c[block] for j in g.computations[i].outputs}
-    storages = sorted((j for j in mine if g.storages[j].size), key=lambda j: (g.maker[j] or 0, j))
+    mine = {j for i in g.block_c[block] for j in g.cd.c[i].outputs}
+    storages = sorted((j for j in mine if g.cd.d[j].size), key=lambda j: (g.cd.producer[j] or 0, j))
     row = {j: r for r, j in enumerate(storages)}
     with styled():
         made, axes = figure(max(5.0, 0.22 * len(columns) + 4.0), max(2.0, 0.22 * len(row) + 2.6))
@@ -216,14 +216,14 @@ def block_schedule(plan: PlanData, block: int, replayed: Occupancy) -> Any:
             c = g.computations[m.computation]
             operation = f"{c.operation}, in larger parts" if m.kernel else c.operation
             names.append(shortened(label(short_path(c.path, plan.blocks[block].path), operation), 34))
-            forward = c.phase == "forward"
+            forward = m.computation < g.cd.loss
             colours.append(styles.AGAIN_TEXT if m.again else
                            styles.FORWARD_LINE if forward else styles.BACKWARD_LINE)
         axes.set_xticks(range(len(columns)), names, rotation=90)
         for tick, colour in zip(axes.get_xticklabels(), colours, strict=True):
             tick.set_color(colour)
         axes.set_yticks(range(len(storages)),
-                        [f"{_maker_label(plan, block, j)}  {size(g.storages[j].size)}" for j in storages])
+                        [f"{_maker_label(plan, block, j)}  {size(g.cd.d[j].size)}" for j in storages])
         axes.set_ylim(len(storages) - 0.4, -0.6)
         axes.set_xlim(-0.6, len(columns) - 0.4)
         passed = sum(k < replayed.loss_at for k in columns)
@@ -237,11 +237,11 @@ def block_schedule(plan: PlanData, block: int, replayed: Occupancy) -> Any:
 
 
 def _maker_label(plan: PlanData, block: int, storage: int) -> str:
-    maker = plan.graph.maker[storage]
+    maker = plan.graph.cd.producer[storage]
     assert maker is not None                    # the block's own
     c = plan.graph.computations[maker]
     path = short_path(c.path, plan.blocks[block].path)
-    return shortened(label(path, plan.graph.storages[storage].name), 40)
+    return shortened(label(path, plan.graph.cd.d[storage].name), 40)
 
 
 def _steps(replayed: Occupancy) -> tuple[Any, Any]:
@@ -288,7 +288,7 @@ def draw_lanes(axes: Any, replayed: Occupancy) -> None:
         if m.waited:
             kinds["waits"].append((m.start - m.waited, m.start))
         if m.computation is not None and m.end > m.start:
-            phase = replayed.graph.computations[m.computation].phase
+            phase = replayed.graph.cd.c[m.computation].phase
             kinds["again" if m.again else phase].append((m.start, m.end))
     for kind, colour, name in (("forward", styles.FORWARD_LINE, "forward"),
                                ("backward", styles.BACKWARD_LINE, "backward"),

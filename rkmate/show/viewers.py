@@ -68,10 +68,10 @@ def _slices(replayed: Occupancy) -> Iterator[Event]:
             yield _slice("waits for a copy", "wait", _COMPUTES, row.start, row.end, {"step": row.step})
         if row.what < 0:
             continue
-        c = g.computations[row.what]
-        made = {g.storages[j].name: f"{g.storages[j].shape}, {size(g.storages[j].size)}" for j in c.outputs}
-        yield _slice(c.operation, "recomputation" if row.again else c.phase, _COMPUTES, row.start, row.end,
-                     {"step": row.step, "module": c.path or WHOLE, "name": c.name, "bytes": sum(row.bytes),
+        c, of = g.cd.c[row.what], g.computations[row.what]
+        made = {g.cd.d[j].name: f"{g.shapes[j]}, {size(g.cd.d[j].size)}" for j in c.outputs}
+        yield _slice(of.operation, "recomputation" if row.again else c.phase, _COMPUTES, row.start, row.end,
+                     {"step": row.step, "module": of.path or WHOLE, "name": c.name, "bytes": sum(row.bytes),
                       "makes": made, **({"kernel": row.kernel} if row.kernel else {})})
 
 
@@ -80,9 +80,9 @@ def _copies(replayed: Occupancy) -> Iterator[Event]:
     both = ((_OUT, replayed.simulation.copies_out), (_BACK, replayed.simulation.copies_in))
     for thread, copies in both:
         for j, start, end in copies:
-            c = g.computations[g.maker[j] or 0]
-            yield _slice(g.storages[j].name, "copy", thread, start, end,
-                         {"tensor": label(c.path, c.operation), "bytes": g.storages[j].size})
+            c = g.computations[g.cd.producer[j] or 0]
+            yield _slice(g.cd.d[j].name, "copy", thread, start, end,
+                         {"tensor": label(c.path, c.operation), "bytes": g.cd.d[j].size})
 
 
 def _counters(replayed: Occupancy) -> Iterator[Event]:
@@ -168,7 +168,7 @@ class _History:
             for j in last.get(k, ()):
                 self._free(j)
             for j, kind in first.get(k, ()):
-                self._allocate(j, self.replayed.graph.storages[j].size, kind, self._frames(k, j))
+                self._allocate(j, self.replayed.graph.cd.d[j].size, kind, self._frames(k, j))
             if k == self.replayed.loss_at:
                 stays = moments[k + 1].bytes[loss] if k + 1 < len(moments) else 0
                 self._allocate("loss", stays, "loss", self._frames(k, None))
@@ -183,12 +183,12 @@ class _History:
         g, i = self.replayed.graph, self.replayed.moments[k].computation
         frames = []
         if storage is not None:
-            s, maker = g.storages[storage], g.maker[storage]
+            maker = g.cd.producer[storage]
             path = "" if maker is None else g.computations[maker].path
-            frames.append(_frame(path, k, f"{s.name} {s.shape}"))
+            frames.append(_frame(path, k, f"{g.cd.d[storage].name} {g.shapes[storage]}"))
         if i is not None:
             c = g.computations[i]
-            phase = "recomputation" if self.replayed.moments[k].again else c.phase
+            phase = "recomputation" if self.replayed.moments[k].again else g.cd.c[i].phase
             frames.append(_frame(c.path, k, f"{c.operation} ({phase})"))
         return frames or [_frame("", k, KIND_NAMES["loss"])]
 

@@ -57,9 +57,10 @@ def by_module(replayed: Occupancy, baseline: Occupancy) -> tuple[ModuleRow, ...]
         c = g.computations[i]
         seconds[c.path] = seconds.get(c.path, 0.0) + t
         again.setdefault(c.path, {})[c.operation] = None
-        for j in c.outputs if lost.isdisjoint(c.outputs) else ():
+        made = g.cd.c[i].outputs
+        for j in made if lost.isdisjoint(made) else ():
             for reader in g.cd.readers[j]:
-                if reader in replayed.recomputed_seconds or reader >= g.loss:
+                if reader in replayed.recomputed_seconds or reader >= g.cd.loss:
                     needed.setdefault(c.path, {})[g.computations[reader].path or WHOLE] = None
     rows = [ModuleRow(p, kept.get(p, 0), forgotten.get(p, 0), seconds.get(p, 0.0),
                       tuple(again.get(p, ())), away_bytes=away.get(p, 0),
@@ -86,9 +87,9 @@ def _sizes(replayed: Occupancy, storages: Iterable[int]) -> list[tuple[str, int]
     g = replayed.graph
     found = []
     for j in sorted(storages):
-        maker = g.maker[j]
-        if maker is not None and g.storages[j].kind != "grad":
-            found.append((g.computations[maker].path, g.storages[j].size))
+        maker = g.cd.producer[j]
+        if maker is not None and g.cd.d[j].kind != "grad":
+            found.append((g.computations[maker].path, g.cd.d[j].size))
     return found
 
 
@@ -112,7 +113,7 @@ def facts(plan: PlanData) -> tuple[tuple[str, str], ...]:
         result.insert(0, ("made for", f"{plan.calls} calls before one backward; times are of one"))
     if plan.gradients == "in_place":
         result.append(("gradients", "of parameters are added in place"))
-    copies = copies_of(replay(plan)) if plan.graph.link is not None else None
+    copies = copies_of(replay(plan)) if plan.graph.cd.link is not None else None
     if copies is not None:
         result += copies_facts(copies)
     if plan.origin is not None and plan.origin.placements:
@@ -272,12 +273,13 @@ def _peak(replayed: Occupancy) -> str:
     moment = replayed.moments[replayed.peak_at]
     where, step = "at the loss", replayed.schedule.steps[replayed.peak_at]
     if isinstance(step, CopyIn):
-        where = f"where {replayed.graph.storages[step.d].name} is copied back"
+        where = f"where {replayed.graph.cd.d[step.d].name} is copied back"
     if moment.computation is not None:
         c = replayed.graph.computations[moment.computation]
         again = "while it is recomputed, " if moment.again else ""
         whole = ", in larger parts" if moment.kernel else ""
-        where = f"in the {c.phase} of {c.path or WHOLE}, {again}at {c.operation}{whole}"
+        phase = replayed.graph.cd.c[moment.computation].phase
+        where = f"in the {phase} of {c.path or WHOLE}, {again}at {c.operation}{whole}"
     shares = [f"{size(n)} of {KIND_NAMES[kind]}" for kind, n in zip(KINDS, moment.bytes, strict=True)
               if n]
     tensors = [tensor_words(t) for t in replayed.peak_tensors[:3]]
@@ -302,18 +304,19 @@ def _less(plan: PlanData, replayed: Occupancy) -> str:
     there = {j for j, _ in replayed.alive_at_peak}
     costs = []
     for j, kind in replayed.alive_at_peak:
-        maker = g.maker[j]
-        if maker is None or kind != "kept" or j in g.pinned or not g.storages[j].size:
+        maker = g.cd.producer[j]
+        if maker is None or kind != "kept" or j in g.pinned or not g.cd.d[j].size:
             continue
-        c = g.computations[maker]
+        c = g.cd.c[maker]
         if there.issuperset(c.inputs):              # else more than this one would run again
-            costs.append((c.seconds / g.storages[j].size, maker, c, g.storages[j].size))
+            costs.append((c.time / g.cd.d[j].size, maker, c.time, g.cd.d[j].size))
     if costs:
-        _, _, c, total = min(costs, key=lambda x: x[:2])
-        part = c.seconds / plan.baseline_seconds if plan.baseline_seconds else 0.0
+        _, maker, seconds, total = min(costs)
+        of = g.computations[maker]
+        part = seconds / plan.baseline_seconds if plan.baseline_seconds else 0.0
         text = (f"A smaller budget would first forget what is cheap to redo: the {size(total)} of "
-                f"{label(c.path or WHOLE, c.operation)} can be made again in "
-                f"{duration(c.seconds)} ({part:.2%} of a step). ")
+                f"{label(of.path or WHOLE, of.operation)} can be made again in "
+                f"{duration(seconds)} ({part:.2%} of a step). ")
     if plan.minimum_bytes is not None:
         text += (f"The smallest budget that the planner can meet is {size(plan.minimum_bytes)} "
                  f"({share(plan.minimum_bytes, plan.baseline_peak_bytes)} of the peak without "

@@ -1,4 +1,5 @@
-"""Default values that can be changed for a while: a test suite needs any plan, not seconds of solving."""
+"""The default planner's name, and default values that can be changed for a while: a test suite needs any
+plan, not seconds of solving."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+DEFAULT_PLANNER = "rockmate"
+"""Name of the planner that is taken unless a caller names one."""
 
 
 class Default(Generic[T]):

@@ -75,17 +75,13 @@ def tensors_behind(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def closed_over(function: FunctionType) -> list[Any]:
-    """Return what a function closes over, without variables that have no value yet."""
-    return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-
-
 def _behind(item: Any) -> list[Any]:
     if isinstance(item, FunctionType):
-        return [*closed_over(item), *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+        closed = [cell.cell_contents for cell in item.__closure__ or () if cell != CellType()]
+        return [*closed, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
     if isinstance(item, BuiltinMethodType):
         return [item.__self__]
     return [item()] if isinstance(item, weakref.ref) else []
 
 
-__all__ = ["PLAIN", "attributes_in", "closed_over", "objects_in", "pytree", "tensors_behind", "tensors_in"]
+__all__ = ["PLAIN", "attributes_in", "objects_in", "pytree", "tensors_behind", "tensors_in"]

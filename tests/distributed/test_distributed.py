@@ -282,7 +282,7 @@ def test_a_shared_plan_says_where_data_is_sent(monkeypatch: pytest.MonkeyPatch, 
                         ("broadcast_object_list", None)):
         monkeypatch.setattr(dist, name, lambda *_, value=value, **__: value)
     link = rkmate.shared_plan(_model(), (_data(),), budget=1.0, settings=Settings(costs="analytic"),
-                              progress=False, offload=rkmate.Offload(tmp_path, "1GiB")).graph.link
+                              progress=False, offload=rkmate.Offload(tmp_path, "1GiB")).graph.cd.link
     assert link is not None and (link.place, link.most_bytes) == (str(tmp_path), 2**30)
     with pytest.raises(rkmate.ArgumentError, match="no such folder"):
         rkmate.shared_plan(_model(), (_data(),), budget=1.0, progress=False, offload=tmp_path / "none")

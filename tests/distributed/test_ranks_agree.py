@@ -147,7 +147,7 @@ def _slowed_alone(rank: int) -> dict[str, Any]:
 
     def slowest(plan: rkmate.Plan | None) -> list[float]:
         assert plan is not None
-        return _gathered(max(c.seconds for c in plan.graph.computations))
+        return _gathered(max(c.time for c in plan.graph.cd.c))
 
     found["alike"] = slowest(plan)
     try:

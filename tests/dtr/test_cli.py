@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rkmate.cli.simulate import main
+from rkmate.cli.main import main as rkmate_main
 
 LOGS = Path(__file__).parent / "data" / "logs"
 FEATURES = str(LOGS / "features.log")
+
+
+def main(arguments: list[str]) -> int:
+    return rkmate_main(["simulate", *arguments])
 
 
 def test_json_of_a_known_row(capsys: pytest.CaptureFixture[str]) -> None:

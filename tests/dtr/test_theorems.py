@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rkmate.dtr.chains import adversary, linear_chain
+from benchmarks.dtr_chains import adversary, linear_chain
 from rkmate.dtr.simulator import Trace, simulate
 from rkmate.errors import ArgumentError
 

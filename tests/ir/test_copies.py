@@ -135,10 +135,10 @@ def test_a_saved_plan_with_a_link_that_is_none(name: str, value: object, tmp_pat
     content = {**LINK.content(), name: value}
     with pytest.raises(ValueError, match="not a saved Link"):
         read_link(content)
-    summary = GraphSummary((), (), 0, (), (), (), {}, (), 0, link=Link(**content))
-    plan = PlanData("p", 1, 1, 1, 1.0, 1.0, None, None, (), (), Schedule(()), "f", (), summary)
+    summary = GraphSummary(CDGraph((), (), 0, link=Link(**content)), (), (), (), 0)
+    plan = PlanData("p", 1, 1, 1, 1.0, 1.0, None, None, (), (), Schedule(()), "f", summary)
     plan.save(tmp_path / "plan")
-    if name in summary.link.content():      # what is left out of a file has its default
+    if name in summary.cd.link.content():      # what is left out of a file has its default
         with pytest.raises(PlanError, match="is not a complete plan file"):
             PlanData.load(tmp_path / "plan")
 

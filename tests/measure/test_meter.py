@@ -15,7 +15,7 @@ from torch.autograd.profiler import record_function
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rkmate import device
-from rkmate.device.events import profiling, stay_open
+from rkmate.device.events import OpenRun, profiling
 from rkmate.errors import ArgumentError
 from rkmate.ir.simulate import Peak
 from rkmate.measure.step import MeterError, measure_peak, tracking
@@ -252,7 +252,7 @@ def test_beside_a_profiler_with_a_schedule() -> None:
     with profiler:
         assert measure_peak(lambda: zeros(1)).peak == KB        # the profiler waits
         with pytest.raises(MeterError, match="a profiler has a schedule"):
-            stay_open(device.of("cpu").parts_meter(), lambda: None)
+            OpenRun(device.of("cpu").parts_meter(), lambda: None)
         for _ in range(2):                                      # it warms up, and runs
             profiler.step()
             with pytest.raises(MeterError, match="a profiler is running"):
@@ -263,8 +263,8 @@ def test_beside_a_profiler_with_a_schedule() -> None:
 
 def test_what_stays_open_ends_at_an_optimizers_step() -> None:
     model, stopped = nn.Linear(2, 2), []
-    running = stay_open(device.of("cpu").parts_meter(), lambda: stopped.append(running.close()),
-                        lambda: model.weight.grad is not None)
+    running = OpenRun(device.of("cpu").parts_meter(), lambda: stopped.append(running.close()),
+                      lambda: model.weight.grad is not None)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.step()                                            # in the middle: of another model
     assert is_profiling() and not stopped
@@ -318,10 +318,10 @@ def test_operations_that_end_after_the_profiler_are_not_recorded() -> None:
 STAYS_OPEN = """
 import sys, threading, torch
 from rkmate import device
-from rkmate.device.events import stay_open
+from rkmate.device.events import OpenRun
 
 def begin():
-    running = stay_open(device.of("cpu").parts_meter(), lambda: running.close())
+    running = OpenRun(device.of("cpu").parts_meter(), lambda: running.close())
     sys.waits = torch.ones(2, requires_grad=True) * 2
     sys.waits.grad_fn.register_prehook(lambda *_: (running, sys.waits))     # torch lives longer than Python
 

@@ -128,7 +128,7 @@ def test_settings_say_where_to_and_a_call_how_much(engine: LateEngine, tmp_path:
     settings = rkmate.Settings(costs="analytic", offload=Offload(tmp_path, verify=True))
     with pytest.warns(rkmate.RkmateWarning, match=r"plan\(offload_bytes=...\) is now offload=rkmate.Offload"):
         link = rkmate.plan(*model(), budget=1.0, progress=False,
-                           offload_bytes="1MiB", settings=settings).graph.link
+                           offload_bytes="1MiB", settings=settings).graph.cd.link
     assert link is not None and (link.place, link.most_bytes) == (str(tmp_path), 2**20)
 
 
@@ -141,14 +141,14 @@ def test_a_part_that_is_too_small_is_none(tmp_path: Path) -> None:
 
 def test_each_of_several_calls_has_its_part(engine: LateEngine, tmp_path: Path) -> None:
     made = plan(offload=str(tmp_path), offload_bytes="1MiB", calls=3)
-    assert made.graph.link is not None and made.graph.link.most_bytes == 2**20 // 3
-    sent = sending(made, link=replace(made.graph.link, most_bytes=2**20))
+    assert made.graph.cd.link is not None and made.graph.cd.link.most_bytes == 2**20 // 3
+    sent = sending(made, link=replace(made.graph.cd.link, most_bytes=2**20))
     away = simulate(sent.graph.cd, sent.schedule, pinned=sent.graph.pinned).away
     with pytest.raises(PlanError, match=f"sends {away:,} bytes away in each of 3 calls, and most_bytes is "
                                         f"{2 * away:,}: give more"):
         rkmate.wrap(*model(), plan=sent, progress=False, offload=rkmate.Offload(str(tmp_path), 2 * away))
     module = rkmate.wrap(*model(), plan=sent, progress=False, offload=rkmate.Offload(str(tmp_path), 3 * away))
-    assert module.plan.graph.link is not None and module.plan.graph.link.most_bytes == away
+    assert module.plan.graph.cd.link is not None and module.plan.graph.cd.link.most_bytes == away
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +170,9 @@ def test_recorded_steps_send_nothing(tmp_path: Path) -> None:
 
 def test_a_stated_way_is_in_the_plan(engine: LateEngine, tmp_path: Path) -> None:
     made = plan(offload=str(tmp_path), offload_bytes="1MiB")
-    assert made.graph.link == Link(1e9, 1e9, 1e-3, BUFFERS, 2**20, str(tmp_path))
+    assert made.graph.cd.link == Link(1e9, 1e9, 1e-3, BUFFERS, 2**20, str(tmp_path))
     assert "at 1 GB/s each way is an estimate" in made.note
-    assert (without := plan()).graph.link is None and "estimate" not in without.note
+    assert (without := plan()).graph.cd.link is None and "estimate" not in without.note
     assert made.schedule == without.schedule        # nothing is gained where the step fits whole
     assert rkmate.wrap(*model(), plan=made, progress=False).plan.schedule == made.schedule
 
@@ -188,14 +188,14 @@ def test_a_way_is_measured_where_costs_are(engine: LateEngine, tmp_path: Path,
 
     monkeypatch.setattr(places, "measure_link", measure)
     made = plan(offload=str(tmp_path), costs="measured")
-    assert made.graph.link == link and "estimate" not in made.note
+    assert made.graph.cd.link == link and "estimate" not in made.note
     (device, used), = calls
     assert isinstance(device, Cpu) and used is engine
 
 
 def test_a_gpu_that_is_not_here() -> None:
     made = plan(device="h100", offload="host", costs=None)
-    link = made.graph.link
+    link = made.graph.cd.link
     assert link is not None and link.place == "host" and link.buffer_bytes == 0
     assert link.out_bytes_per_second == H100.expected.host_bytes_per_second == pytest.approx(0.7 * 63e9)
     assert "data goes to the host's memory and back at 44.1 GB/s each way is an estimate" in made.note
@@ -205,12 +205,12 @@ def test_a_gpu_that_is_not_here() -> None:
 
 def test_a_saved_plan_says_where_to(engine: LateEngine, tmp_path: Path) -> None:
     sent = sending(plan(offload=str(tmp_path), offload_bytes=2**30))
-    sent = replace(sent, graph=replace(sent.graph, link=Link(1.0, 2.0, 0.5, BUFFERS, 2**30, str(tmp_path))))
+    sent = replace(sent, graph=sent.graph.with_link(Link(1.0, 2.0, 0.5, BUFFERS, 2**30, str(tmp_path))))
     sent.save(tmp_path / "plan.json")
     content = json.loads((tmp_path / "plan.json").read_text())
     assert content["graph"]["link"]["place"] == str(tmp_path)
     loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded.graph.link == sent.graph.link and loaded.schedule == sent.schedule
+    assert loaded.graph.cd.link == sent.graph.cd.link and loaded.schedule == sent.schedule
     with pytest.raises(PlanError, match=f"made for {tmp_path}.*say offload= again"):
         rkmate.wrap(*model(), plan=loaded, progress=False)
     with pytest.raises(PlanError, match="bytes away, and most_bytes is 5,000"):
@@ -218,10 +218,10 @@ def test_a_saved_plan_says_where_to(engine: LateEngine, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     module = rkmate.wrap(*model(), plan=loaded, progress=False, offload=rkmate.Offload(str(other), "1MiB"))
-    assert module.plan.graph.link == replace(sent.graph.link, place=str(other),  # type: ignore[type-var]
-                                             most_bytes=2**20)
-    one = replace(loaded.graph.link, buffer_bytes=1)  # type: ignore[type-var]
-    before = replace(sent, graph=replace(sent.graph, link=one), peak_bytes=sent.peak_bytes - BUFFERS + 1)
+    assert module.plan.graph.cd.link == replace(sent.graph.cd.link, place=str(other),  # type: ignore[type-var]
+                                                most_bytes=2**20)
+    one = replace(loaded.graph.cd.link, buffer_bytes=1)  # type: ignore[type-var]
+    before = replace(sent, graph=sent.graph.with_link(one), peak_bytes=sent.peak_bytes - BUFFERS + 1)
     with pytest.raises(PlanError, match="make the plan again"):
         rkmate.wrap(*model(), plan=before, progress=False, offload=str(other))
 
@@ -237,7 +237,7 @@ def test_other_sizes_keep_the_way(engine: LateEngine, tmp_path: Path) -> None:
                          offload=str(tmp_path))
     for n in (32, 48, 40):
         module(torch.randn(n, 32)).sum().backward()
-        assert module.plan.graph.link is not None
+        assert module.plan.graph.cd.link is not None
         assert module.plan.peak_bytes <= sent.peak_bytes
 
 

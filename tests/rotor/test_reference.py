@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkmate.ir.chain import Chain
-from rkmate.rotor.fill_table import repeated
 from rkmate.rotor.memory_requirements import MemoryRequirements
-from rkmate.rotor.rk_rotor import solve
+from rkmate.rotor.rk_rotor import repeated, solve
 from tests.rotor.chains import chains
 from tests.rotor.reference import reference_table
 

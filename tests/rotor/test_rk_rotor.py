@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rkmate.errors import ArgumentError, GraphError, ScheduleError
 from rkmate.ir.chain import Backward, Block, Chain, Forward, ForwardPlain, Option
-from rkmate.rotor import fill_table as fill
+from rkmate.rotor import rk_rotor
 from rkmate.rotor.memory_requirements import MemoryRequirements
 from rkmate.rotor.replay import replay
 from rkmate.rotor.rk_rotor import minimum, solve
@@ -96,11 +96,11 @@ def test_layers_of_one_kind_are_solved_once_with_the_same_result(
     plain = line(length, 2)
     chain = replace(plain, blocks=tuple(replace(b, forward_seconds=1.0 + s % kinds)
                                         for s, b in enumerate(plain.blocks)))
-    _, repeats = fill.repeated(MemoryRequirements(chain))
-    assert bool(repeats.any()) == (length > kinds + 1 and kinds <= fill.PERIOD)
+    _, repeats = rk_rotor.repeated(MemoryRequirements(chain))
+    assert bool(repeats.any()) == (length > kinds + 1 and kinds <= rk_rotor.PERIOD)
     shared = solve(chain, 60, keep=keep)
-    monkeypatch.setattr(fill, "PERIOD", 0)
-    assert not fill.repeated(MemoryRequirements(chain))[1].any()
+    monkeypatch.setattr(rk_rotor, "PERIOD", 0)
+    assert not rk_rotor.repeated(MemoryRequirements(chain))[1].any()
     alone = solve(chain, 60, keep=keep)
     np.testing.assert_allclose(shared._top.table[1], alone._top.table[1], rtol=1e-12)
 

@@ -270,7 +270,7 @@ def on_disk(folder: Path, *, verify: bool) -> rkmate.PlannedModule:
     with captured_once("small and sent away"):
         plain = rkmate.plan(s.model, s.args, budget=1.0, settings=rkmate.Settings(costs="analytic"),
                             progress=False, offload=folder)
-        return rkmate.wrap(s.model, s.args, plan=sending(plain, link=plain.graph.link), progress=False,
+        return rkmate.wrap(s.model, s.args, plan=sending(plain, link=plain.graph.cd.link), progress=False,
                            settings=rkmate.Settings(costs="analytic"),
                            offload=rkmate.Offload(folder, verify=verify))
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError
-from rkmate.graph.capture.state import MISSING, Assigned
+from rkmate.graph.capture.forward_code import MISSING
+from rkmate.graph.capture.state import Assigned
 from rkmate.runtime.snapshot import (
     Equivalents,
     Part,

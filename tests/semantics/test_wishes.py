@@ -18,6 +18,7 @@ import rkmate
 from rkmate.ir.plan import PlanData
 from rkmate.ir.schedule import Compute, Loss, Schedule, unmet_wishes
 from rkmate.planners.registry import PLANNERS
+from rkmate.show.replay import replay_baseline
 
 X = torch.randn(64, 32)
 
@@ -77,10 +78,10 @@ def at_loss(plan: PlanData) -> set[str]:
     there: set[int] = set()
     for step in steps[:end]:
         if isinstance(step, Compute):
-            there.update(plan.graph.computations[step.c].outputs)
+            there.update(plan.graph.cd.c[step.c].outputs)
         else:
             there.discard(step.d)  # type: ignore[union-attr]
-    return {plan.graph.computations[plan.graph.maker[j]].path for j in there}  # type: ignore[index]
+    return {plan.graph.computations[plan.graph.cd.producer[j]].path for j in there}  # type: ignore[index]
 
 
 @functools.cache
@@ -182,7 +183,7 @@ def test_every_planner_follows_wishes_or_says_that_it_does_not(planner: str) -> 
 def test_data_that_is_to_be_computed_again_is_not_sent_away(tmp_path: Path) -> None:
     plan = rkmate.plan(tower(), (X,), budget=0.5, offload=rkmate.Offload(str(tmp_path), "1MiB"),
                        settings=settings({"blocks.*": "recompute"}), progress=False)
-    copied = {plan.graph.computations[plan.graph.maker[j]].path  # type: ignore[index]
+    copied = {plan.graph.computations[plan.graph.cd.producer[j]].path  # type: ignore[index]
               for j in {getattr(s, "d", None) for s in plan.schedule.copied or ()} - {None}}
     assert not copied & {f"blocks.{k}.{n}" for k in range(3) for n in ("up", "act", "drop")}
 
@@ -211,8 +212,11 @@ def test_bits_with_hints(hint: Any) -> None:
 
 def test_a_plan_belongs_to_its_wishes(tmp_path: Path) -> None:
     pins = {"blocks.*": "recompute"}
-    planned(tower(), 0.8, pins).save(tmp_path / "plan.json")
+    made = planned(tower(), 0.8, pins)
+    made.save(tmp_path / "plan.json")
     saved = rkmate.Plan.load(tmp_path / "plan.json")
+    assert saved == made and saved.graph.cd.forgotten
+    assert replay_baseline(saved).peak == replay_baseline(made).peak
     found = rkmate.wrap(tower(), (X,), plan=saved, settings=settings(pins), progress=False)
     found(X).backward()
     for other in (settings(), settings({"blocks.0": "recompute"})):

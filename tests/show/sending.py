@@ -22,7 +22,7 @@ def sending(plan: rkmate.Plan, part: float, *, later: int = 0, early: int = 0,
     `early` computations before it is read."""
     graph, steps = plan.graph, plan.schedule.steps
     loss = steps.index(Loss())
-    touched = {k: {*graph.computations[s.c].inputs, *graph.computations[s.c].outputs}
+    touched = {k: {*graph.cd.c[s.c].inputs, *graph.cd.c[s.c].outputs}
                for k, s in enumerate(steps) if isinstance(s, Compute)}
     before: dict[int, list[Step]] = {}
     chosen = _sendable(plan)[:most]
@@ -35,7 +35,7 @@ def sending(plan: rkmate.Plan, part: float, *, later: int = 0, early: int = 0,
         before.setdefault(going[min(later, len(going) - 1)], []).append(Leave(j))
         before.setdefault(coming[-1 - min(early, len(coming) - 1)], []).append(CopyIn(j))
     rate = max(graph.cd.bytes(chosen), 1) / (part * plan.baseline_seconds)
-    graph = replace(graph, link=Link(rate, 2 * rate, buffer_bytes=BUFFERS, place=PLACE))
+    graph = graph.with_link(Link(rate, 2 * rate, buffer_bytes=BUFFERS, place=PLACE))
     schedule = Schedule(tuple(s for k, step in enumerate(steps) for s in (*before.get(k, ()), step)))
     judged = simulate(graph.cd, schedule, pinned=graph.pinned, reserve_at_loss=graph.reserve_at_loss)
     return replace(plan, graph=graph, schedule=schedule, peak_bytes=judged.peak, step_seconds=judged.seconds,
@@ -47,10 +47,10 @@ def _sendable(plan: rkmate.Plan) -> list[int]:
     graph, steps = plan.graph, plan.schedule.steps
     loss = steps.index(Loss())
     freed = {s.d for s in steps[:loss] if isinstance(s, Free)}
-    stays = {*graph.pinned, *graph.outputs, *graph.cd.decided, *freed}
-    read = {j for s in steps[loss:] if isinstance(s, Compute) for j in graph.computations[s.c].inputs}
-    return [j for s in steps[:loss] if isinstance(s, Compute) for j in graph.computations[s.c].outputs
-            if j in read and j not in stays and graph.storages[j].size]
+    stays = {*graph.pinned, *graph.cd.outputs, *graph.cd.decided, *freed}
+    read = {j for s in steps[loss:] if isinstance(s, Compute) for j in graph.cd.c[s.c].inputs}
+    return [j for s in steps[:loss] if isinstance(s, Compute) for j in graph.cd.c[s.c].outputs
+            if j in read and j not in stays and graph.cd.d[j].size]
 
 
 @functools.cache

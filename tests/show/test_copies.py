@@ -44,7 +44,7 @@ def test_levels_are_the_simulators(name: str) -> None:
     replayed = replay(plan)
     assert tuple(m.total for m in replayed.moments) == judged.timeline
     assert {m.bytes[KINDS.index("buffers")] for m in replayed.moments} == {BUFFERS}
-    assert sum(plan.graph.storages[j].size for j in replayed.alive_at_loss) + BUFFERS == judged.saved
+    assert sum(plan.graph.cd.d[j].size for j in replayed.alive_at_loss) + BUFFERS == judged.saved
     assert sum(t.bytes for t in replayed.peak_tensors) == plan.peak_bytes == replayed.peak
     assert [t.bytes for t in replayed.peak_tensors if t.kind == "buffers"] == [BUFFERS]
     assert any(m.bytes[KINDS.index("back")] for m in replayed.moments)
@@ -89,7 +89,7 @@ def test_modules_and_blocks_say_what_they_send(name: str) -> None:
     rows = by_module(replayed, baseline)
     assert sum(r.away_bytes for r in rows) == replayed.simulation.away
     assert sum(r.away_bytes + r.kept_bytes + r.forgotten_bytes for r in rows) >= \
-        sum(plan.graph.storages[j].size for j in baseline.alive_at_loss)
+        sum(plan.graph.cd.d[j].size for j in baseline.alive_at_loss)
     assert any(r.forgotten_bytes for r in rows) == (name == "some")
     assert sum(block_sent(plan, replayed).values()) == replayed.simulation.away
 
@@ -231,7 +231,7 @@ def test_a_saved_plan_brings_its_copies_back(tmp_path: Path) -> None:
     plan = sent_plan("slow")
     plan.save(tmp_path / "plan.json")
     loaded = rkmate.Plan.load(tmp_path / "plan.json")
-    assert loaded == plan and loaded.graph.link == plan.graph.link
+    assert loaded == plan and loaded.graph.cd.link == plan.graph.cd.link
     assert any(isinstance(s, CopyOut) for s in loaded.schedule.steps)
     assert loaded.explain() == plan.explain()
 

@@ -51,7 +51,7 @@ def test_the_chain_has_every_block_and_one_colour_for_each_class() -> None:
 def test_graphs_before_and_after_simplification() -> None:
     plan = wrapped().plan
     assert len(nodes(captured_graph(plan).source)) == len(plan.graph.captured)
-    assert len(nodes(simplified_graph(plan).source)) == plan.graph.loss < len(plan.graph.captured)
+    assert len(nodes(simplified_graph(plan).source)) == plan.graph.cd.loss < len(plan.graph.captured)
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
@@ -61,9 +61,9 @@ def test_a_block_has_all_its_nodes(block: int) -> None:
     source = block_graph(plan, block, replay(plan)).source
     g = plan.graph
     mine = g.block_c[block]
-    data = {j for i in mine for j in (*g.computations[i].inputs, *g.computations[i].outputs)}
+    data = {j for i in mine for j in (*g.cd.c[i].inputs, *g.cd.c[i].outputs)}
     assert nodes(source) == {f"c{i}" for i in mine} | {f"d{j}" for j in data} | {"loss", "legend"}
-    edges = sum(len(g.computations[i].inputs) + len(g.computations[i].outputs) for i in mine)
+    edges = sum(len(g.cd.c[i].inputs) + len(g.cd.c[i].outputs) for i in mine)
     assert source.count("->") >= edges
     again = set(replay(plan).recomputed_seconds) & set(mine)
     assert source.count("runs again") - source.count("runs again in") == len(again)

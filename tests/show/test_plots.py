@@ -95,7 +95,7 @@ def test_a_blocks_schedule_shows_its_tensors(tmp_path: Path) -> None:
     axes = block_schedule(plan, 1, replay(plan)).axes[0]
     g = plan.graph
     mine = g.block_c[1]
-    made = [j for i in mine for j in g.computations[i].outputs if g.storages[j].size]
+    made = [j for i in mine for j in g.cd.c[i].outputs if g.cd.d[j].size]
     assert len(axes.get_yticklabels()) == len(made)
     runs = [i for i in plan.schedule.order if i in set(mine)]
     assert [t.get_text() for t in axes.get_xticklabels()] == \

@@ -24,7 +24,7 @@ def test_kinds_add_up_to_the_simulator(name: str) -> None:
     assert tuple(m.total for m in replayed.moments) == judged.timeline
     assert replayed.peak == plan.peak_bytes
     assert replayed.seconds == pytest.approx(plan.step_seconds)
-    assert sum(plan.graph.storages[j].size for j in replayed.alive_at_loss) == judged.saved
+    assert sum(plan.graph.cd.d[j].size for j in replayed.alive_at_loss) == judged.saved
     assert all(n >= 0 for m in replayed.moments for n in m.bytes)
 
 
@@ -63,9 +63,9 @@ def test_modules_share_what_stands_at_the_loss() -> None:
     replayed, baseline = replay(plan), replay_baseline(plan)
     rows = by_module(replayed, baseline)
     g = plan.graph
-    assert sum(r.kept_bytes for r in rows) == sum(g.storages[j].size for j in replayed.alive_at_loss)
+    assert sum(r.kept_bytes for r in rows) == sum(g.cd.d[j].size for j in replayed.alive_at_loss)
     assert sum(r.forgotten_bytes for r in rows) == \
-        sum(g.storages[j].size for j in baseline.alive_at_loss - replayed.alive_at_loss)
+        sum(g.cd.d[j].size for j in baseline.alive_at_loss - replayed.alive_at_loss)
     assert rows[0].forgotten_bytes == max(r.forgotten_bytes for r in rows) > 0
 
 
@@ -73,7 +73,7 @@ def test_blocks_keep_what_the_plan_keeps() -> None:
     plan = wrapped().plan
     replayed = replay(plan)
     kept, whole = block_memory(plan, replayed)
-    assert sum(kept.values()) == sum(plan.graph.storages[j].size for j in replayed.alive_at_loss)
+    assert sum(kept.values()) == sum(plan.graph.cd.d[j].size for j in replayed.alive_at_loss)
     assert all(kept[b] <= whole[b] for b in kept)
     at_loss = replayed.loss_at
     for b in range(len(plan.blocks)):

@@ -223,7 +223,7 @@ def test_the_data_are_the_replay(name: str) -> None:
         replayed.simulation.timeline[k] for k, m in enumerate(replayed.moments) if m.computation is not None}
     assert (sum(view["gap"]) + sum(view["length"])) / 1e9 == pytest.approx(plan.step_seconds, abs=1e-9)
     # What is alive at a row, by kind, are the levels of the row, except for what belongs to no tensor.
-    sizes = [s.size for s in plan.graph.storages]
+    sizes = [d.size for d in plan.graph.cd.d]
     for r, row in enumerate(rows):
         for k, kind in enumerate(KINDS):
             alive = sum(sizes[j] for j, first, last, of in zip(*view["spans"], strict=True)
@@ -241,7 +241,7 @@ def test_every_tensor_at_the_peak_is_in_the_data(page: str) -> None:
     at = view["peakRow"]
     there = sorted(graph["tensors"][j] for j, first, last, _ in zip(*view["spans"], strict=True)
                    if first <= at < last and graph["sizes"][j])
-    named = {s.name for s in wrapped().plan.graph.storages}
+    named = {d.name for d in wrapped().plan.graph.cd.d}
     assert there == sorted(t.name for t in replay(wrapped().plan).peak_tensors if t.name in named)
 
 
@@ -484,11 +484,12 @@ def test_hover_zoom_search_and_budgets_work_in_a_browser(page: str, tmp_path: Pa
     assert result["errors"] == []
 
     c = plan.graph.computations[longest.what]
-    made = plan.graph.storages[c.outputs[0]]
+    (j, *_) = plan.graph.cd.c[longest.what].outputs
+    made, shape = plan.graph.cd.d[j], plan.graph.shapes[j]
     assert not result["hidden"]
     assert result["left"]
     for part in (f"step {longest.step + 1} of {len(plan.schedule.steps)}", c.operation, c.path or WHOLE,
-                 f"{size(sum(longest.bytes))} in memory", f"{made.name} {made.shape}, {size(made.size)}",
+                 f"{size(sum(longest.bytes))} in memory", f"{made.name} {shape}, {size(made.size)}",
                  duration(longest.end - longest.start)):
         assert part in result["tip"], part
     assert result["title"] == f"What is in memory at step {longest.step + 1}"
@@ -512,8 +513,8 @@ def test_hover_zoom_search_and_budgets_work_in_a_browser(page: str, tmp_path: Pa
     assert result["key"][0] != "What is in memory at the peak"
     assert not result["key"][1]
 
-    found = {plan.graph.storages[j].name for c in plan.graph.computations if "layers.2" in c.path
-             and "gelu" in c.operation for j in c.outputs if plan.graph.storages[j].size}
+    found = {plan.graph.cd.d[j].name for i, of in enumerate(plan.graph.computations) if "layers.2" in of.path
+             and "gelu" in of.operation for j in plan.graph.cd.c[i].outputs if plan.graph.cd.d[j].size}
     assert found
     assert {row[-1] for row in result["found"]} == found
     assert result["shown"]

@@ -45,7 +45,7 @@ def test_paths_are_those_of_the_users_model() -> None:
 
 def test_captured_operations_are_told_apart() -> None:
     g = wrapped().plan.graph
-    names = {c.name for c in g.computations[:g.loss]}
+    names = {c.name for c in g.cd.c[:g.cd.loss]}
     assert {c.name for c in g.captured if c.kind == "operation"} == names
     kinds = {c.operation: c.kind for c in g.captured if c.operation in ("t", "detach", "gelu")}
     assert kinds["gelu"] == "operation"

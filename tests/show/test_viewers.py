@@ -88,7 +88,7 @@ def test_both_clocks_are_in_the_trace(name: str, tmp_path: Path) -> None:
     assert last == pytest.approx(plan.step_seconds * 1e6, abs=2e-3)
     for tid, copies in ((2, replayed.simulation.copies_out), (3, replayed.simulation.copies_in)):
         there = [(e["name"], e["ts"]) for e in slices if e["tid"] == tid]
-        assert there == [(plan.graph.storages[j].name, pytest.approx(start * 1e6, abs=1e-3))
+        assert there == [(plan.graph.cd.d[j].name, pytest.approx(start * 1e6, abs=1e-3))
                          for j, start, _ in copies]
     waits = sum(e["dur"] for e in slices if e["cat"] == "wait")
     assert waits == pytest.approx(replayed.simulation.stalled * 1e6, abs=0.1)

@@ -15,9 +15,8 @@ from rkmate.device.random_state import state_of
 from rkmate.dtr.heuristics import Heuristic
 from rkmate.dtr.runtime.buffer import Buffer, Operation, Place
 from rkmate.dtr.runtime.logging import LogWriter
-from rkmate.dtr.runtime.memory import Memory
+from rkmate.dtr.runtime.memory import Memory, Report
 from rkmate.dtr.runtime.rematerialize import Rematerializer, generator_of
-from rkmate.dtr.runtime.report import Report
 from rkmate.dtr.runtime.schema import Arguments, Traits, map_tensors, traits_of, without_statistics
 from rkmate.dtr.runtime.settling import Settling
 from rkmate.dtr.runtime.sizes import Need, Ran, Sizes

@@ -1,9 +1,10 @@
-"""The buffers in memory, the budget over them, and evictions."""
+"""The buffers in memory, the budget over them, evictions, and the figures of a batch."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -12,11 +13,34 @@ from rkmate.dtr.errors import BudgetExceeded
 from rkmate.dtr.heuristics import Heuristic
 from rkmate.dtr.pool import Columns, Pool
 from rkmate.dtr.runtime.buffer import Buffer, Operation
-from rkmate.dtr.runtime.report import Report
 from rkmate.torch_seam.tensors import storage_id
 
 _SLACK = 0.04
 """Part of the budget that evictions leave free beyond the need, so that they come in bursts."""
+
+
+@dataclass
+class Report:
+    """Counts and times of one batch; times are seconds, sizes are bytes."""
+
+    operations: int = 0
+    """Operations that the program asked for, views left out."""
+    evictions: int = 0
+    """Buffers that the heuristic evicted."""
+    rematerializations: int = 0
+    """Operations that ran again."""
+    operation_seconds: float = 0.0
+    """Seconds in the program's own operations."""
+    recompute_seconds: float = 0.0
+    """Seconds in operations that ran again."""
+    bookkeeping_seconds: float = 0.0
+    """Seconds of the runtime's own work around the operations."""
+    peak_bytes: int = 0
+    """Greatest number of bytes held for the program at one time, temporary memory included."""
+
+    def copy(self) -> Report:
+        """Return a copy of the report."""
+        return replace(self)
 
 
 class Memory:

@@ -44,7 +44,6 @@ from rkmate.graph.capture.refusals import (
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
 from rkmate.graph.capture.state import (
     COUNTS,
-    MISSING,
     Assigned,
     HostDraws,
     Number,
@@ -230,7 +229,7 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             result, assigned = _capture(model, args, kwargs)
         # A second trace from where the first has left the attributes: an equal graph means that the
         # forward does not read what it keeps.
-        collected, numbers = result.effects.collected, [(n, n.now()) for n in before.numbers_left()]
+        collected, numbers = result.effects.collected, [(n, n.place.read()) for n in before.numbers_left()]
         hidden = before.hidden_changes()
         if collected or numbers or hidden or not all(is_completed(a.holder, a.name, a.old) for a in assigned):
             effects = _repeated(result, model, args, kwargs, start, assigned, numbers, hidden)
@@ -244,9 +243,9 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if effects is None:
             raise _not_repeated(model, assigned, collected)
         # What only the first forward assigns is assigned now; in a module it may say that hooks were added.
-        written = {w.place for w in effects.attributes}
+        written = {w.assigned.place.key for w in effects.attributes}
         kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)
-                and (id(a.holder.__dict__), a.name) not in written]
+                and a.place.key not in written]
         found = replace(result, assigned=tuple(kept), effects=replace(effects, numbers=counts), program="")
     finally:
         draws.restore()
@@ -290,13 +289,12 @@ def _repeated(first: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: d
     left.restore_hooks()              # those that the first trace has installed belong to it
     for a in assigned:
         a.repeat()
-        if a.new is not MISSING:
-            a.holder.__dict__[a.name] = told_apart(a.holder.__dict__[a.name])
+        a.place.write(told_apart(a.place.read()))
     for c in first.effects.collected:
         if not c.at and not begins_anew(c.filled.held):
             c.filled.repeat()
     for number, new in numbers:
-        number.assign(told_apart(new))
+        number.place.write(told_apart(new))
     for h in hidden:
         h.restore()
     try:

@@ -21,7 +21,8 @@ from torch import nn
 
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.answers import Answer
-from rkmate.graph.capture.state import COUNTS, MISSING, Assigned, Filled, Number
+from rkmate.graph.capture.forward_code import MISSING
+from rkmate.graph.capture.state import COUNTS, Assigned, Filled, Number
 from rkmate.graph.capture.structure import HeldByModule, Structure, take_apart
 from rkmate.torch_seam.containers import PLAIN, pytree, tensors_in
 from rkmate.torch_seam.tensors import storage_id
@@ -40,23 +41,15 @@ class Written:
     step: int | float | None = None
     """The amount that a forward adds to a number; None where it assigns the same value each time."""
 
-    @property
-    def place(self) -> tuple[int, str]:
-        """The attribute: the identity of its holder's dictionary, and its name."""
-        return id(self.assigned.holder.__dict__), self.assigned.name
-
     def repeat(self, tensors: Tensors) -> None:
         """Assign it, after a planned forward."""
-        content, name = self.assigned.holder.__dict__, self.assigned.name
-        if self.assigned.new is MISSING:
-            content.pop(name, None)
-        elif self.step is not None:
-            content[name] = content[name] + self.step
-        elif not self.value.count:
-            if content.get(name, MISSING) is not self.assigned.new:
-                content[name] = self.assigned.new
-        else:
-            content[name] = self.value.fill(list(tensors))
+        place, new = self.assigned.place, self.assigned.new
+        if self.step is not None:
+            place.write(place.read() + self.step)
+        elif self.value.count:
+            place.write(self.value.fill(list(tensors)))
+        elif place.read() is not new:
+            place.write(new)
 
 
 @dataclass(frozen=True)
@@ -126,7 +119,8 @@ class Counted:
 
     def repeat(self) -> None:
         """Change it, after a planned forward."""
-        self.number.assign(self.new if self.step is None else self.number.now() + self.step)
+        place = self.number.place
+        place.write(self.new if self.step is None else place.read() + self.step)
 
 
 def counted(name: str, numbers: Sequence[tuple[Number, Any]], alike: bool) -> tuple[Counted, ...]:
@@ -135,7 +129,7 @@ def counted(name: str, numbers: Sequence[tuple[Number, Any]], alike: bool) -> tu
     not, or have changed a number in different ways."""
     found = []
     for number, new in numbers:
-        now, step = number.now(), _step(number.old, new)
+        now, step = number.place.read(), _step(number.old, new)
         asked = isinstance(now, Watched) and now.was_asked
         if not alike or asked or (now != new and (step is None or step != _step(new, now))):
             raise CaptureError(f"{name}: the forward changes {number.name}; {COUNTS}")
@@ -191,7 +185,7 @@ def found_effects(assigned: Sequence[Assigned], filled: Sequence[tuple[tuple[Any
     `tensors`: those among the arguments, and in the result. `held`: where modules hold tensors, after their
     identities: an attribute that is assigned one of these is that tensor."""
     every = list(tensors)
-    places = {(id(a.holder.__dict__), a.name) for a in assigned}
+    places = {a.place.key for a in assigned}
     stay = {k: h for k, h in held if (id(vars(h.module)), h.name) not in places}
 
     def apart(value: Any) -> Structure:

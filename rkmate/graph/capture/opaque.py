@@ -25,8 +25,9 @@ from rkmate import device as devices
 from rkmate.device.random_state import RandomState, set_state, unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.collectives import CollectiveError, without_collectives
+from rkmate.graph.capture.forward_code import MISSING
 from rkmate.graph.capture.refusals import at_fault
-from rkmate.graph.capture.state import MISSING, PythonState
+from rkmate.graph.capture.state import PythonState
 from rkmate.graph.capture.structure import Structure, TensorForm, form_of, take_apart
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in

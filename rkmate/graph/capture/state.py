@@ -3,17 +3,16 @@ random numbers of the host."""
 
 from __future__ import annotations
 
-import dis
 import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from io import IOBase
 from operator import is_
-from types import CellType, CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,9 +22,18 @@ from rkmate import device as devices
 from rkmate.device.random_state import RandomState, unchanged_random_state
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.collectives import without_collectives
+from rkmate.graph.capture.forward_code import (
+    MISSING,
+    NUMBERS,
+    Place,
+    functions_of,
+    globals_of,
+    stores_of,
+    variables_around,
+)
 from rkmate.graph.capture.hidden import LARGE, NOTED, OTHERS, Hidden, hidden_in, is_leaf, write
 from rkmate.graph.capture.structure import take_apart
-from rkmate.torch_seam.containers import PLAIN, closed_over, tensors_in
+from rkmate.torch_seam.containers import PLAIN, tensors_in
 from rkmate.torch_seam.modules import (
     HOOKS,
     REGISTRIES,
@@ -37,9 +45,6 @@ from rkmate.torch_seam.modules import (
 )
 from rkmate.torch_seam.patches.libraries import begins_anew, names_in
 from rkmate.torch_seam.tensors import FakeTensor
-
-MISSING = object()
-"""Stands for an attribute that is not there."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +58,20 @@ class Assigned:
     old: Any
     new: Any
 
+    @property
+    def place(self) -> Place:
+        """The attribute, as a name in its holder's dictionary."""
+        return Place(self.holder.__dict__, self.name)
+
     def repeat(self) -> None:
         """Assign it again; with zeros in the place of traced tensors."""
-        if self.new is MISSING:
-            self.holder.__dict__.pop(self.name, None)
-        elif not tensors_in(self.new):
-            self.holder.__dict__[self.name] = self.new
-        else:
-            tensors, structure = take_apart(self.new, result=True)
-            self.holder.__dict__[self.name] = structure.fill([
-                torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
+        new = self.new
+        if tensors_in(new):
+            tensors, structure = take_apart(new, result=True)
+            new = structure.fill([torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
+        self.place.write(new)
 
 
-NUMBERS = (int, float, complex)
-"""Types of the numbers that are looked at in lists and dictionaries."""
 _FLAGS = (bool, str)
 """Types of constants that a forward may put into lists and dictionaries."""
 
@@ -112,7 +117,7 @@ class Filled:
 
     path: str
     place: tuple[int, str]
-    """The attribute that leads to it: the identity of its holder's dictionary, and its name."""
+    """The key of the attribute that leads to it (`Place.key`)."""
     held: Any
     old: Any
     """A copy from before the forward."""
@@ -195,15 +200,10 @@ def _reached_by(function: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(function, FunctionType):
         yield type(function).__name__, function
         return
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:                  # it has no value yet
-            continue
+    yield from ((p.name, v) for p in variables_around(function) if (v := p.read()) is not MISSING)
     yield from (("a default", v) for v in (*(function.__defaults__ or ()),
                                            *(function.__kwdefaults__ or {}).values()))
-    yield from ((name, function.__globals__[name]) for name in globals_of(code)
+    yield from ((name, function.__globals__[name]) for name in globals_of(function.__code__)
                 if name in function.__globals__)
 
 
@@ -218,74 +218,31 @@ class Number:
 
     name: str
     """In words."""
-    holder: type | CellType | dict[Any, Any]
-    key: Any
+    place: Place
     old: Any
     """The value at one moment."""
     attribute: tuple[int, str] | None = None
     """The attribute that leads to the dictionary, as in `Filled.place`."""
 
-    @property
-    def place(self) -> tuple[int, Any]:
-        """The identity of what holds it, and its name there."""
-        return id(self.holder), self.key
-
-    def now(self) -> Any:
-        """Return its value."""
-        return self.holder.cell_contents if isinstance(self.holder, CellType) else \
-            (vars(self.holder) if isinstance(self.holder, type) else self.holder).get(self.key)
-
-    def assign(self, value: Any) -> None:
-        """Give it another value."""
-        if isinstance(self.holder, CellType):
-            self.holder.cell_contents = value
-        elif isinstance(self.holder, type):
-            setattr(self.holder, self.key, value)
-        else:
-            self.holder[self.key] = value
-
-
-@lru_cache(maxsize=1024)
-def globals_of(code: CodeType) -> frozenset[str]:
-    """Return the names of the global variables that some code reads or assigns, but no attributes' names."""
-    return frozenset(i.argval for i in dis.get_instructions(code)
-                     if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"))
-
 
 def _numbers_around(forward: FunctionType) -> Iterator[Number]:
     """Yield the numbers that a forward assigns to global variables and to those of an enclosing function."""
-    cells = {name: c for name, c in zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
-             if c != CellType()}
-    for opname, name in _stores_of(forward.__code__):
-        if opname == "STORE_GLOBAL" and type(forward.__globals__.get(name)) in NUMBERS:
-            yield Number(f"the global variable {name}", forward.__globals__, name, forward.__globals__[name])
-        elif name in cells and type(value := cells[name].cell_contents) in NUMBERS:
-            yield Number(f"the variable {name} of an enclosing function", cells[name], name, value)
-
-
-@lru_cache(maxsize=1024)
-def _stores_of(code: CodeType) -> tuple[tuple[str, str], ...]:
-    return tuple((i.opname, i.argval) for i in dis.get_instructions(code)
-                 if i.opname in ("STORE_GLOBAL", "STORE_DEREF"))
+    variables = {p.name: p for p in variables_around(forward)}
+    for how, name in stores_of(forward.__code__):
+        if how == "STORE_GLOBAL":
+            words, place = f"the global variable {name}", Place(forward.__globals__, name)
+        elif how == "STORE_DEREF" and name in variables:
+            words, place = f"the variable {name} of an enclosing function", variables[name]
+        else:
+            continue
+        if type(value := place.read()) in NUMBERS:
+            yield Number(words, place, value)
 
 
 def _functions_of(modules: Sequence[nn.Module]) -> tuple[FunctionType, ...]:
-    """Return the forward of modules of one class, the functions in their attributes, and the functions of the
-    user that these call by name: methods, global functions, and those of an enclosing function."""
-    found: dict[int, FunctionType] = {}
-    kind = type(modules[0])
-    todo: list[Any] = [getattr(kind, "forward", None), *(v for m in modules for v in m.__dict__.values())]
-    while todo:
-        function = todo.pop()
-        if not isinstance(function, FunctionType) or id(function) in found or \
-                str(function.__module__).startswith(("None", "torch.", "rkmate.")):
-            continue
-        found[id(function)] = function
-        names = names_in(function.__code__)
-        todo += [getattr(kind, k, None) for k in names]
-        todo += [function.__globals__.get(k) for k in names]
-        todo += closed_over(function)
-    return tuple(found.values())
+    """Return the functions of the user that the forward of modules of one class may call."""
+    held = (v for m in modules for v in m.__dict__.values() if isinstance(v, FunctionType))
+    return tuple(functions_of(type(modules[0]), held))
 
 
 class PythonState:
@@ -315,7 +272,7 @@ class PythonState:
         self._numbers = [n for f in functions for n in _numbers_around(f)]
         named = (v for f in functions for k in names_in(f.__code__)
                  if isinstance(v := f.__globals__.get(k), type))
-        self._numbers += [Number(f"{c.__name__}.{k}", c, k, v)
+        self._numbers += [Number(f"{c.__name__}.{k}", Place(c, k), v)
                           for c in dict.fromkeys(c for k in (*kinds, *named) for c in k.__mro__)
                           if not c.__module__.startswith(("torch.", "builtins"))
                           for k, v in vars(c).items() if type(v) in NUMBERS]
@@ -383,10 +340,8 @@ class PythonState:
             if _same(holder.__dict__, attributes):
                 continue
             for k in {*holder.__dict__, *attributes}:
-                if k not in attributes:
-                    del holder.__dict__[k]
-                elif holder.__dict__.get(k, MISSING) is not attributes[k]:
-                    holder.__dict__[k] = attributes[k]
+                if holder.__dict__.get(k, MISSING) is not (old := attributes.get(k, MISSING)):
+                    Place(holder.__dict__, k).write(old)
         self.restore_numbers()
         self.restore_members()
         for hidden in self._hidden:
@@ -396,7 +351,7 @@ class PythonState:
     def restore_numbers(self) -> None:
         """Put numbers of classes, global ones, and those of enclosing functions back alone."""
         for number in self.numbers_left():
-            number.assign(number.old)
+            number.place.write(number.old)
 
     def restore_members(self) -> None:
         """Put lists and dictionaries back alone, and their members: an export that has failed leaves copies
@@ -433,8 +388,8 @@ class PythonState:
     def numbers_left(self) -> list[Number]:
         """Return the numbers of classes, global ones, those of enclosing functions, and those in dictionaries
         of attributes that have changed."""
-        return [*(number for number in self._numbers if number.now() != number.old),
-                *(Number(f"{path}[{k!r}]", held, k, members[k], place)
+        return [*(number for number in self._numbers if number.place.read() != number.old),
+                *(Number(f"{path}[{k!r}]", Place(held, k), members[k], place)
                   for path, place, held, members in self._containers.values()
                   if isinstance(held, dict) and any(place) and not _same_members(held, members)
                   for k in _counted_in(held, members))]

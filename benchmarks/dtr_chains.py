@@ -41,15 +41,8 @@ def linear_chain(length: int) -> Program:
         gradient = following
     steps.append(Retain(gradient, pin=True))
     count = len(names)
-    return Program(
-        steps=steps,
-        names=names,
-        storages=list(range(count)),
-        memory=length,
-        compute=count,
-        constant_memory=0,
-        operations=count,
-    )
+    return Program(steps, names, list(range(count)), memory=length, compute=count, constant_memory=0,
+                   operations=count)
 
 
 @dataclass(frozen=True)
