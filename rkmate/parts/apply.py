@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
-from rkmate.graph.capture.refusals import refuse_without_shape, tell_of_compiled
+from rkmate.graph.capture.refusals import refuse_parallelism, refuse_without_shape, tell_of_compiled
 from rkmate.offload.target import Engines
 from rkmate.parts.by_parts import Parts
 from rkmate.parts.one_budget import sharded_layers, take_watch_from
@@ -40,6 +40,8 @@ from rkmate.torch_seam.modules import (
     COMPILED_CALL,
     compiled_call,
     has_call_of_class,
+    has_flat_parameters,
+    inside_of_flat,
     is_compiled_in_place,
     is_sharded,
     own_call,
@@ -65,7 +67,8 @@ _PUT = REPLACED[:-1]
 """The methods that a planned module has of its own."""
 logger = logging.getLogger("rkmate")
 _thread = threading.local()
-"""For each thread, the planned parts that it is inside of: what runs there was planned."""
+"""For each thread, the planned parts that it is inside of, where what runs was planned; and the planned calls
+whose module's own forward it is inside of."""
 
 
 class _Planned(Follower):
@@ -159,7 +162,7 @@ class PlannedCall:
         part = self._inside()
         if part is self._forward is not None:
             return self._own_forward(*args, **kwargs)
-        if part is not None or is_sharded(self._model) or self._keeper is not None:
+        if part is not None or self._is_gathered or self._keeper is not None:
             result = own_call(self._model)(*args, **kwargs)
             return result if self.within is None else self.within.returned(self._model, result)
         if self.parts is not None and self.parts.active and not self.whole.has_plan:
@@ -176,6 +179,11 @@ class PlannedCall:
             return self._own_forward(*args, **kwargs)
         with self._entered(self.alone), self._without_keeper():
             return self.alone.forward(*args, **self._with_tensors(kwargs))
+
+    @property
+    def _is_gathered(self) -> bool:
+        """Whether hooks around the module's forward, or the FSDP1 around it, gather its parameters."""
+        return is_sharded(self._model) or (self.within is not None and self._model in self.within.flat)
 
     @property
     def alone(self) -> _Planned:
@@ -306,15 +314,17 @@ class PlannedCall:
 
     def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._own is not None:
-            return self._own(*args, **kwargs)
+            with self._entered(self):
+                return self._own(*args, **kwargs)
         return type(self._model).forward(self._model, *args, **kwargs)
 
     def _inside(self) -> _Planned | None:
         """Return the part of this module that this thread is inside of, where it is."""
-        return next((p for p in reversed(_entered()) if p in (self.whole, self._forward)), None)
+        return next((p for p in reversed(_entered()) if isinstance(p, _Planned)
+                     and p in (self.whole, self._forward)), None)
 
     @contextmanager
-    def _entered(self, part: _Planned) -> Iterator[None]:
+    def _entered(self, part: _Planned | PlannedCall) -> Iterator[None]:
         """Let calls of this module in this thread run without a plan, inside the context."""
         _entered().append(part)
         try:
@@ -323,8 +333,8 @@ class PlannedCall:
             _entered().pop()
 
 
-def _entered() -> list[_Planned]:
-    parts: list[_Planned] = _thread.__dict__.setdefault("parts", [])
+def _entered() -> list[_Planned | PlannedCall]:
+    parts: list[_Planned | PlannedCall] = _thread.__dict__.setdefault("parts", [])
     return parts
 
 
@@ -365,6 +375,8 @@ def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: P
     """Put a plan into each sharded layer of a model, and into the rest of its forward: they share the
     budget of a step."""
     refuse_without_shape(model)
+    if has_flat_parameters(model):
+        refuse_parallelism(model)
     compiled = [name or type(model).__name__ for name, m in model.named_modules()
                 if m in (model, *layers) and is_compiled_in_place(m)]
     if compiled:
@@ -394,7 +406,7 @@ def move_plan_into_layers(model: nn.Module, layers: list[nn.Module]) -> None:
     call = planned_call_of(model)
     assert call is not None
     if call.planning.settings.gradients == "in_place":
-        refuse_data_parallelism(*layers)
+        refuse_data_parallelism(*model.modules())
     if call.latest.has_plan:
         warn(f"{type(model).__name__} was sharded after it was planned: the plan is dropped, "
              "and each sharded layer is planned at its first call")
@@ -458,8 +470,8 @@ def _sharing(planning: Planning) -> Planning:
 
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:
-    """Return the planned call of a module; None if the module has no plan."""
-    call = model.__dict__.get(COMPILED_CALL)
+    """Return the planned call of a module, or of the one inside of an FSDP1; None if it has no plan."""
+    call = (inside_of_flat(model) or model).__dict__.get(COMPILED_CALL)
     return call if isinstance(call, PlannedCall) else None
 
 
@@ -541,7 +553,8 @@ def _planned_forward(call: PlannedCall) -> Callable[..., Any]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mine = planned_call_of(self)
-        if mine is not None:
+        # A library's forward that is the module's own to `mine` may be around this one, of a plan before.
+        if mine is not None and (mine is call or mine not in _entered()):
             return mine.forward(*args, **kwargs)
         if isinstance(before, MethodType):
             return before.__func__(self, *args, **kwargs)

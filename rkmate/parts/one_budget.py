@@ -31,6 +31,7 @@ from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.modules import (
     compiled_call,
     gathers_all_inside,
+    inside_of_flat,
     is_sharded,
     own_call,
     replace_call,
@@ -52,10 +53,12 @@ def is_one_operation(module: nn.Module) -> bool:
 
 def sharded_layers(model: nn.Module) -> list[nn.Module]:
     """Return the innermost sharded modules inside of a model, the model itself left out; without those of one
-    operation (an embedding, a head), where there are others."""
+    operation (an embedding, a head), where there are others. Of FSDP1, the modules inside of the sharded
+    ones."""
     sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
     layers = [m for m in sharded if gathers_all_inside(m)
               and not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
+    layers = [inside_of_flat(m) or m for m in layers]
     return [m for m in layers if not is_one_operation(m)] or layers
 
 
@@ -78,8 +81,8 @@ def advice_to_shard(model: nn.Module, units: Sequence[nn.Module]) -> str:
                  and sum(p.nbytes for p in m.parameters(recurse=False)) > own // 20]
         advice += (
             f". {own:,} bytes are parameters of {{name}} itself ({', '.join(large) or 'its own'}), which are "
-            "gathered for the whole step: give these modules a fully_shard of their own, before that of "
-            "{name} (an embedding alone; a head together with its loss, as one module)")
+            "gathered for the whole step: give these modules a fully_shard (or FSDP1) of their own, before "
+            "that of {name} (an embedding alone; a head together with its loss, as one module)")
     if units and is_one_operation(units[-1]):
         advice += (". The last sharded module is one operation, so that the loss after it has no plan: shard "
                    "a head together with its loss, as one module")

@@ -1,8 +1,9 @@
-"""One budget for a model whose layers are sharded by `fully_shard` (FSDP2), or by DeepSpeed's ZeRO stage 3.
+"""One budget for a model whose layers are sharded by `fully_shard` (FSDP2), by FSDP1, or by DeepSpeed's ZeRO
+stage 3.
 
-Each sharded layer gathers its parameters in hooks around its forward and its backward, so each is planned by
-itself, and its hooks stay outside of its plan. Where a layer has sharded parts, these are planned. A layer of
-one operation has nothing to compute again, and runs as it is.
+Each sharded layer gathers its parameters in hooks around its forward and its backward (those of FSDP1 are in
+the module around it), so each is planned by itself, and its hooks stay outside of its plan. Where a layer has
+sharded parts, these are planned. A layer of one operation has nothing to compute again, and runs as it is.
 
 The rest of the model's forward after the last sharded module (a norm, the head, the loss) is planned, too: it
 is captured with stubs instead of the sharded modules, which hand out what these have returned.
@@ -52,7 +53,7 @@ from rkmate.runtime.kept_plans import Planning
 from rkmate.runtime.snapshot import by_content
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import own_call
+from rkmate.torch_seam.modules import INSIDE_OF_FLAT, own_call
 from rkmate.torch_seam.tensors import inside_backward, version_of
 from rkmate.torch_seam.trace import several_ranks
 
@@ -105,7 +106,9 @@ class Sharded(ShardedParts):
         self._signatures: dict[Any, Signature] = {}
         self._leading: Signature | None = None
         """The calls of the step so far."""
-        self._clock = next((p for p in model.parameters() if p.requires_grad), None)
+        # A rank may have no elements of a parameter, and what FSDP1 has gathered now is no leaf.
+        self._clock = max((p for p in model.parameters() if p.requires_grad and p.is_leaf),
+                          key=lambda p: p.numel() > 0, default=None)
         self._version, self._training, self._has_new_parts = 0, True, False
         self._trains_in_evaluation = False
         """Whether the latest step with a backward was in evaluation mode."""
@@ -446,7 +449,7 @@ class Sharded(ShardedParts):
         bytes, at most."""
         shared = [s for s in self._all if s.is_shared and s.rest is not None]
         kept = (f"up to {standing:,} bytes of whole gradients, which stay in memory until a backward "
-                "exchanges them (set_requires_gradient_sync(True))")
+                "exchanges them (set_requires_gradient_sync(True); for FSDP1, outside of no_sync)")
         (warn if shared else logger.warning)(
             f"{self._type}: its last backward has exchanged no gradients, and leaves {kept}. "
             + "".join(f"They come on top of the budget of {budget:,} bytes now. " for budget in
@@ -538,6 +541,7 @@ class Sharded(ShardedParts):
             follower, own = calls[most.running][0], ways[most.running].extra
             who = next((name for name, m in follower.within._model.named_modules() if m is follower.original),
                        "") or "the rest of the forward, after the last sharded module,"
+            who = who.replace(f".{INSIDE_OF_FLAT}", "")
             on_top = f", and {own:,} on top while it runs"
         held = most.taken(ways) - most.bytes - own
         return (f". Most is taken while {who} runs: {most.bytes:,} bytes outside of all plans, {held:,} that "

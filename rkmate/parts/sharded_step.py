@@ -27,7 +27,7 @@ from rkmate.runtime.kept_plans import Specialization
 from rkmate.runtime.module import PlannedModule
 from rkmate.runtime.segments import Call
 from rkmate.torch_seam.dtensor import is_dtensor, local_part
-from rkmate.torch_seam.modules import is_sharded, whole_gradient_type
+from rkmate.torch_seam.modules import flat_gradients, gathered_flat, is_sharded, whole_gradient_type
 from rkmate.torch_seam.tensors import after_backward, key_of
 
 PATIENCE = 8
@@ -61,6 +61,10 @@ class Follower(PlannedModule):
                     return None
                 return super()._new_signature(key, args, kwargs)
         return super()._new_signature(key, args, kwargs)
+
+    def _refuse_around(self) -> None:
+        if self._within is None:            # else it is a layer of a model that FSDP1 may have sharded
+            super()._refuse_around()
 
     def _tell_of_sum(self, number: int, advice: str = "") -> None:
         super()._tell_of_sum(number, advice if self._within is None else
@@ -276,12 +280,13 @@ class Exchanges:
     @property
     def are_kept_whole(self) -> bool:
         """Whether the backward of this step has come, and has exchanged no gradients."""
-        return self.has_come and not self._exchanged and bool(self._hooks)
+        return self.has_come and not self._exchanged and bool(self._hooks or flat_gradients(self._model))
 
     @property
     def gathered(self) -> int:
         """Bytes of the sharded parameters that are gathered now."""
-        return sum(p.nbytes for module, name in self._places if not is_dtensor(p := getattr(module, name)))
+        found = [p for module, name in self._places if not is_dtensor(p := getattr(module, name))]
+        return sum(p.nbytes for p in (*found, *(p for _, _, p in gathered_flat(self._model))))
 
     def watch(self, call: Call, layer: nn.Module) -> None:
         """Note, after the forward of a planned call, when its backward is over. `layer`: gathered now."""
@@ -306,7 +311,8 @@ class Exchanges:
         """Return the bytes of all whole gradients. Those of a parameter that is tensor-parallel as well are
         parts."""
         known = [p for ref, _ in self._hooks.values() if (p := ref()) is not None]
-        return int(self._local * sum(p.numel() * self._types[id(p)].itemsize for p in known))
+        return flat_gradients(self._model) + int(
+            self._local * sum(p.numel() * self._types[id(p)].itemsize for p in known))
 
     def close(self) -> None:
         """Remove all hooks."""

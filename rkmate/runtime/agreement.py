@@ -44,7 +44,7 @@ from rkmate.show.plan import Plan
 from rkmate.support.version import own_version
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import pytree
-from rkmate.torch_seam.modules import ranks_of_zero
+from rkmate.torch_seam.modules import ranks_of_flat, ranks_of_zero
 from rkmate.torch_seam.trace import meeting_place, process_group, several_ranks
 
 logger = logging.getLogger("rkmate")
@@ -467,7 +467,7 @@ def ranks_that_share(model: nn.Module) -> Ranks | None:
         return None
     numbers = {rank for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None
                for rank in mesh.mesh.flatten().tolist()}
-    numbers.update(rank for p in model.parameters() for rank in ranks_of_zero(p))
+    numbers.update(ranks_of_flat(model), *map(ranks_of_zero, model.parameters()))
     return Ranks(numbers=sorted(numbers), advice=SHARDED) if len(numbers) > 1 else None
 
 

@@ -341,9 +341,13 @@ class PlannedModule(StandIn):
                 "model (fully_shard(layer), fully_shard(model); for DeepSpeed, set_z3_leaf_modules), and "
                 "call rkmate.apply(model, budget=...): such a budget is that of the step"))
 
+    def _refuse_around(self) -> None:
+        """Raise `ArgumentError` for a call that a plan cannot follow because of what is around the module."""
+        refuse_flat_parameters(self._original)
+
     def _new_signature(self, key: Any, args: tuple[Any, ...],
                        kwargs: dict[str, Any]) -> Specialization | None:
-        refuse_flat_parameters(self._original)
+        self._refuse_around()
         if len(self._plans) and not self._plans.has_prototype(key):
             if self._run_settings.on_new_shape == "error":
                 raise ArgumentError("a call differs from the planned ones in "

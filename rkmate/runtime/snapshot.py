@@ -36,6 +36,7 @@ from rkmate.torch_seam.modules import (
     PARAMETERS,
     SUBMODULES,
     forward_pre_hooks_of,
+    gathered_names,
 )
 from rkmate.torch_seam.patches.libraries import weight_made_by
 from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forward_hooks
@@ -286,8 +287,8 @@ def attributes_of(model: nn.Module) -> Attributes:
     boxes: list[Box] = []
     for path, m in model.named_modules():
         prefix = f"{path}." if path else ""
-        # Computed by a hook before each forward, which is part of the plan.
-        made = {weight_made_by(h) for h in forward_pre_hooks_of(m).values()}
+        # Computed by a hook before each forward, which is part of the plan; or a gathered parameter.
+        made = {weight_made_by(h) for h in forward_pre_hooks_of(m).values()} | gathered_names(m)
         there = [k for k, v in m.__dict__.items()
                  if k not in _SKIPPED and k not in made and not isinstance(v, _OPEN)]
         plain += [Attribute(m, Place(m.__dict__, k), prefix + k)

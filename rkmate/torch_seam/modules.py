@@ -28,6 +28,8 @@ WEIGHT_LISTS = ("_all_weights", "_flat_weight_refs", "_flat_weights", "_flat_wei
 """Attributes in which a recurrent layer keeps lists of its weights."""
 COMPILED_CALL = "_compiled_call_impl"
 """Name of the attribute that replaces a module's call, where it is not None."""
+INSIDE_OF_FLAT = "_fsdp_wrapped_module"
+"""Name of the module inside of a FullyShardedDataParallel (FSDP1)."""
 SHARED = frozenset((
     PARAMETERS, BUFFERS, SUBMODULES, "_non_persistent_buffers_set", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"))
@@ -62,13 +64,16 @@ def parameters_proper(module: nn.Module) -> Iterator[None]:
     same values: an export asks for that."""
     swapped = [(parameters_of(m), name, t) for m in module.modules() for name, t in parameters_of(m).items()
                if t is not None and not isinstance(t, nn.Parameter)]
+    shadows = gathered_flat(module)
     made = {id(t): nn.Parameter(t.detach(), t.requires_grad) for _, _, t in swapped}
+    for held, name, _ in shadows:
+        del held[name]
     for held, name, t in swapped:
         held[name] = made[id(t)]
     try:
         yield
     finally:
-        for held, name, t in swapped:
+        for held, name, t in (*swapped, *shadows):
             held[name] = t
 
 
@@ -78,10 +83,58 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether hooks around a module's forward gather its parameters: those of `fully_shard`, or of
-    DeepSpeed's ZeRO stage 3."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return (fsdp is not None and isinstance(module, fsdp.FSDPModule)) or bool(gathered_by_zero(module))
+    """Return whether hooks around a module's forward gather its parameters (those of `fully_shard`, or of
+    DeepSpeed's ZeRO stage 3), or the module is a FullyShardedDataParallel (FSDP1)."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return bool(fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
+                ) or bool(gathered_by_zero(module))
+
+
+def inside_of_flat(module: nn.Module) -> nn.Module | None:
+    """Return the module inside of a FullyShardedDataParallel (FSDP1); None for any other module."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(module, fsdp.FullyShardedDataParallel):
+        return None
+    inside: nn.Module = getattr(module, INSIDE_OF_FLAT)
+    return inside
+
+
+def has_flat_parameters(module: nn.Module) -> bool:
+    """Return whether a module's parameters are those of FSDP1 without ``use_orig_params=True``: one flat
+    parameter for each FullyShardedDataParallel."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(p, fsdp.FlatParameter) for p in module.parameters())
+
+
+def gathered_names(module: nn.Module) -> set[str]:
+    """Return the names of a module's own parameters that FSDP1 has gathered now."""
+    own = vars(module)
+    return {name for name, t in parameters_of(module).items() if t is not None and own.get(name) is t}
+
+
+def gathered_flat(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Return the parameters that FSDP1 has gathered now, each with the dictionary of attributes and the name
+    under which its module finds it: a view of the flat parameter, which is in the module's dictionary of
+    parameters as well."""
+    return [(vars(m), name, parameters_of(m)[name]) for m in module.modules() for name in gathered_names(m)]
+
+
+def flat_gradients(module: nn.Module) -> int:
+    """Return the bytes of whole gradients that FSDP1 keeps, because no backward has exchanged them
+    (``no_sync``): they are larger than the parameters. Of those that are gathered now, the flat parameter has
+    the gradient."""
+    own = [*module.parameters()]
+    kept = [p.grad for p in own if p.is_leaf and p.grad is not None and p.grad.numel() > p.numel()]
+    if kept:
+        kept += [t.grad for p in own if not p.is_leaf and (t := p._base) is not None and t.grad is not None]
+    return sum({g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in kept}.values())
+
+
+def ranks_of_flat(model: nn.Module) -> set[int]:
+    """Return the ranks that FSDP1 has spread a model's parameters over; all, where there are replicas."""
+    flat: list[Any] = [m for m in model.modules() if inside_of_flat(m) is not None]
+    return {rank for m in flat for rank in dist.get_process_group_ranks(
+        None if "HYBRID" in m.sharding_strategy.name else m.process_group)}
 
 
 def gathers_all_inside(module: nn.Module) -> bool:

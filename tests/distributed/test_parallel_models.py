@@ -87,29 +87,6 @@ def _distributed_input(rank: int) -> dict[str, Any]:
             "buffer": _caught(lambda: rkmate.wrap(net, (_data(0),), **CHOSEN))}
 
 
-def _flat(rank: int) -> dict[str, Any]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    def flat(module: nn.Module, original: bool, **options: Any) -> nn.Module:
-        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=original,
-                                        **options)
-
-    x, found = _data(rank), {}
-    found["around wrap"] = _caught(lambda: flat(rkmate.wrap(_Net(), (x,), **CHOSEN), False)(x))
-    for original in (False, True):
-        found[f"around apply, {original}"] = _caught(
-            lambda original=original: flat(rkmate.apply(_Net(), **CHOSEN), original)(x))
-        layers = ModuleWrapPolicy({nn.Sequential})
-        found[f"inside of wrap, {original}"] = _caught(lambda original=original: rkmate.wrap(
-            flat(_Net(), original, auto_wrap_policy=layers), (x,), **CHOSEN))
-        found[f"inside of apply, {original}"] = _caught(lambda original=original: rkmate.apply(
-            flat(_Net(), original, auto_wrap_policy=layers), **CHOSEN))
-        found[f"layers, {original}"] = _caught(lambda original=original: flat(
-            rkmate.apply(_Net(), **CHOSEN), original, auto_wrap_policy=layers)(x))
-    return found
-
-
 def _sharded_elsewhere(rank: int) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
@@ -143,17 +120,6 @@ def _nothing_to_compute_again(rank: int) -> dict[str, Any]:
             net(_data(rank)).sum().backward()
         found.append([rkmate.applied(layer) is not None for layer in net])
     return {"planned": found}
-
-
-def _flat_like_the_original(rank: int) -> dict[str, Any]:
-    """A plan under flat parameters that look as the original ones do."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    def flat(module: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
-
-    planned, plain = flat(rkmate.wrap(_Net(), (_data(rank),), **CHOSEN)), flat(_Net())
-    return {"equal": are_equal(_steps(planned, planned, rank), _steps(plain, plain, rank))}
 
 
 def _llama(rank: int) -> dict[str, Any]:
@@ -241,8 +207,7 @@ def _not_waited_for(rank: int) -> dict[str, Any]:
 
 
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "replicas": _replicas, "distributed input": _distributed_input, "flat": _flat,
-    "flat, like the original": _flat_like_the_original,
+    "replicas": _replicas, "distributed input": _distributed_input,
     "sharded elsewhere": _sharded_elsewhere, "nothing to compute again": _nothing_to_compute_again,
     "llama": _llama, "collected": _collected, "not waited for": _not_waited_for}
 
@@ -271,18 +236,6 @@ def test_distributed_inputs_and_buffers_are_refused(found: Found) -> None:
     for mine in _of(found, "distributed input"):
         _assert_refused(mine["input"], "an input tensor is a DTensor", "to_local")
         _assert_refused(mine["buffer"], "table is a buffer that is a DTensor")
-
-
-def test_flat_parameters_are_refused_inside_and_outside(found: Found) -> None:
-    for mine in _of(found, "flat"):
-        assert len(mine) == 9
-        for error in mine.values():
-            _assert_refused(error, "FullyShardedDataParallel (FSDP1)", "fully_shard (FSDP2)",
-                            "rkmate.apply(model, budget=...)")
-
-
-def test_a_plan_under_flat_parameters_is_right_if_it_fits(found: Found) -> None:
-    assert all(mine["equal"] for mine in _of(found, "flat, like the original"))
 
 
 def test_plans_of_sharded_models_are_refused_on_each_device(found: Found) -> None:

@@ -213,6 +213,18 @@ def test_what_a_library_puts_in_the_place_of_forward_is_planned() -> None:
         assert torch.equal(model(X), 2 * Tower.forward(model, X))
 
 
+def test_a_second_plan_inside_of_what_a_library_has_put_around_the_first() -> None:
+    """Accelerate's forward for mixed precision calls the planned forward that was there when it was made."""
+    model = applied(Tower())
+    own = model.forward.__func__                        # type: ignore[attr-defined]
+    model.forward = types.MethodType(lambda self, x: 2 * own(self, x), model)
+    plain = copy.deepcopy(rkmate.remove(model))
+    applied(model)
+    same_step(plain, model, total)
+    assert plan_of(model).peak_bytes > 0
+    assert torch.equal(rkmate.remove(model)(X), 2 * Tower.forward(model, X))
+
+
 class Doubled(Tower):
     """A class that adds to what a call does, and takes other arguments than its forward."""
 

@@ -27,6 +27,7 @@ from rkmate.torch_seam.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
     has_backward_hooks,
+    has_flat_parameters,
     is_compiled_in_place,
     original_of,
     parts_of_zero,
@@ -439,8 +440,13 @@ def _users(filename: str) -> bool:
 
 
 _BY_LAYERS = "shard with fully_shard (FSDP2), whose layers rkmate.apply(model, budget=...) plans"
-_FLAT = ("FullyShardedDataParallel (FSDP1), which replaces parameters by views of a flat tensor in each "
-         f"forward: a plan cannot follow them. Instead, {_BY_LAYERS}")
+_WITHOUT = ("FullyShardedDataParallel (FSDP1) without use_orig_params=True, which has one flat parameter "
+            "instead of a layer's. Pass use_orig_params=True (fsdp_use_orig_params of accelerate), and "
+            f"rkmate.apply(model, budget=...) plans each layer at the first step; or {_BY_LAYERS}")
+_FLAT = ("FullyShardedDataParallel (FSDP1), whose parameters are whole only while it runs. Use "
+         "rkmate.apply(model, budget=...) without sample inputs, which plans each layer at the first step if "
+         "it has an FSDP of its own (auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True); or "
+         f"{_BY_LAYERS}")
 
 
 def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False, later: bool = False) -> None:
@@ -458,7 +464,8 @@ def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False, later: 
                             "(DistributedDataParallel(rkmate.wrap(module, ...)))")
     for name, m in model.named_modules() if fsdp is not None else ():
         if isinstance(m, fsdp.FullyShardedDataParallel):
-            raise ArgumentError(f"{name or 'the model'} is a {_FLAT}")
+            is_one = has_flat_parameters(model)
+            raise ArgumentError(f"{name or 'the model'} is a {_WITHOUT if is_one else _FLAT}")
         if isinstance(m, fsdp.FSDPModule) and not (m is model and hooks_outside):
             layers.update(map(id, m.parameters()))
     parts = set(map(id, parts_of_zero(model, hooks_outside=hooks_outside, later=later)))
