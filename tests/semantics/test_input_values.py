@@ -175,6 +175,13 @@ def _set(y: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
     return base + base.masked_select(chosen[:, None]).mean()
 
 
+def _shaped(y: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    twice = n.repeat(2)
+    mask = (twice > 1).unsqueeze(-1).expand_as(y)
+    some = twice.view_as(y[:, 0]).type_as(y).sum() - twice.reshape_as(y[0]).to(y).min()
+    return y[mask].cumsum(0)[:int(some)]
+
+
 FORMS = {
     "in place": (_in_place, (2, 3, 1), (3, 3, 0)),
     "lengths": (_lengths, (2, 3, 1), (1, 2, 3)),
@@ -183,11 +190,12 @@ FORMS = {
     "loop": (lambda y, n: sum(y * k for k in range(1, n.max())), (2, 3, 1), (2, 4, 1)),
     "transposed": (lambda y, n: y * sum(n[None].T.squeeze(1).unique().tolist()), (2, 3, 1), (1, 4, 4)),
     "setting": (_set, (2, 3, 1), (1, 1, 4)),
+    "shaped": (_shaped, (2, 3, 1), (3, 1, 1)),
 }
 
 
 @pytest.mark.parametrize("form", [
-    "in place", "setting", *(pytest.param(f, marks=pytest.mark.slow)
+    "in place", "setting", "shaped", *(pytest.param(f, marks=pytest.mark.slow)
                              for f in ("lengths", "filled", "repeats", "loop", "transposed"))])
 def test_forms_of_asking_for_values(form: str) -> None:
     fn, *values = FORMS[form]

@@ -47,10 +47,8 @@ from rkmate.torch_seam.trace import seen_inside, values_refused
 
 # -- Calls of which a part is known ----------------------------------------------------------------
 #
-# Calls of which a part is known: masks, lengths or counts come from the inputs, what they apply to does not.
-#
-# The shapes of their results depend on that part alone, so its values are computed before the step, and the
-# call is written without them: with indices instead of a mask, with the number of elements in its result.
+# Masks, lengths or counts come from the inputs; what they apply to, or get shape or type of, does not. Values
+# of the known part are computed before the step; the call is written with them (with indices, not a mask).
 
 
 _MASKS = (torch.bool, torch.uint8)
@@ -61,19 +59,15 @@ class Known(Protocol):
 
     def twin(self, t: Any) -> torch.Tensor | None:
         """Return the value; None where it is not known."""
-        ...
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Handle a call of the forward."""
-        ...
 
     def read(self, func: Callable[..., Any], *args: Any) -> Any:
         """Return what a call of known tensors gives Python."""
-        ...
 
     def compute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the result of a call of known tensors, computed before the step."""
-        ...
 
 
 def _index(known: Known, index: Any) -> tuple[Any, ...]:
@@ -135,6 +129,14 @@ def _ctc_loss(known: Known, func: Callable[..., Any], log_probs: torch.Tensor, t
     return ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity, longest)
 
 
+def _shaped(change: Any, known: Known, func: Any, x: torch.Tensor, other: torch.Tensor) -> Any:
+    return known.call(change, (x, tuple(other.shape)), {})
+
+
+def _typed(known: Known, func: Any, x: torch.Tensor, other: torch.Tensor, *more: Any, **named: Any) -> Any:
+    return known.call(torch.Tensor.to, (x, other.device, other.dtype, *more), named)
+
+
 def _lengths(known: Known, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
     return _given(known, lengths) if isinstance(lengths, torch.Tensor) else torch.tensor(lengths)
 
@@ -148,6 +150,11 @@ PARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.repeat_interleave: _repeat_interleave,
     F.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,
+    torch.Tensor.expand_as: partial(_shaped, torch.Tensor.expand),
+    torch.Tensor.reshape_as: partial(_shaped, torch.Tensor.reshape),
+    torch.Tensor.view_as: partial(_shaped, torch.Tensor.view),
+    torch.Tensor.type_as: _typed,
+    torch.Tensor.to: _typed,
 }
 """Replacements by function: the function to call instead, with the arguments that come before its own."""
 
