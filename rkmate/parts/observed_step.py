@@ -88,8 +88,8 @@ class PartCall:
     saved: int = 0
     """Bytes that it alone has saved."""
     handed: dict[int, tuple[int, set[int]]] = field(default_factory=dict)
-    """Storage of a result -> its bytes, and who holds it: `REST` where something else saves it, and the calls
-    that take it as an argument and save nothing of it. Their plans hold it, to compute from it again."""
+    """Storage of a result -> its bytes, and who holds it: `REST` where something else saves it, and calls that
+    take it as an argument and save nothing of it. Their plans hold it, to compute from it again."""
     outputs: list[tuple[Any, int] | None] = field(default_factory=list)
     """Of each output tensor, the node that it comes from, and which result of that it is; until the forward
     is over."""
@@ -355,8 +355,7 @@ class ObservedStep(Figures):
                 self._made[key] = weakref.ref(t), call.number
                 call.living[k] = key, storage_lives(t)
             call.outputs.append(None if t is None or t.grad_fn is None else (t.grad_fn, t.output_nr))
-        nodes = [t.grad_fn for t in found if t is not None]
-        todo: list[Any] = nodes
+        todo: list[Any] = [t.grad_fn for t in found if t is not None]
         while todo:
             node = todo.pop()
             if node is None or node in self._nodes or node in call.edges:
@@ -453,12 +452,11 @@ class ObservedStep(Figures):
             for k, made in enumerate(call.outputs):
                 if made is not None and made[0] in ids:
                     results[ids[made[0]]].append((call, k))
-            call.shared |= {k for k, source in enumerate(call.sources)
-                            if source is not None and (source[0] in end or users[source] - {call.number})}
+            call.shared |= {k for k, made in enumerate(call.sources)
+                            if made is not None and (made[0] in end or users[made] - {call.number})}
             call.sources = []
             call.places = [-1 if made is None else made[1] for made in call.outputs]
-            call.dropped = {k for k, (key, lives) in call.living.items()
-                            if key not in call.handed and not lives()}
+            call.dropped = {k for k, (key, lives) in call.living.items() if not (key in call.handed or lives())}
             call.outputs, call.living, call.edges = [], {}, set()
         self._new.clear()
         for node in order:
