@@ -88,8 +88,8 @@ class PartCall:
     saved: int = 0
     """Bytes that it alone has saved."""
     handed: dict[int, tuple[int, set[int]]] = field(default_factory=dict)
-    """Storage of a result -> its bytes, and who holds it: `REST` where something else saves it, and calls that
-    take it as an argument and save nothing of it. Their plans hold it, to compute from it again."""
+    """Storage of a result -> its bytes, and who holds it: `REST` where something else saves it, and calls
+    that take it as an argument and save nothing of it. Their plans hold it, to compute from it again."""
     outputs: list[tuple[Any, int] | None] = field(default_factory=list)
     """Of each output tensor, the node that it comes from, and which result of that it is; until the forward
     is over."""
@@ -456,7 +456,7 @@ class ObservedStep(Figures):
                             if made is not None and (made[0] in end or users[made] - {call.number})}
             call.sources = []
             call.places = [-1 if made is None else made[1] for made in call.outputs]
-            call.dropped = {k for k, (key, lives) in call.living.items() if not (key in call.handed or lives())}
+            call.dropped = {k for k, (s, lives) in call.living.items() if not (s in call.handed or lives())}
             call.outputs, call.living, call.edges = [], {}, set()
         self._new.clear()
         for node in order:
