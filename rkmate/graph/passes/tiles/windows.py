@@ -147,7 +147,7 @@ def _transposed(node: fx.Node, band: Band, strides: list[int], pads: list[int], 
 
 
 def _max_pool(node: fx.Node, band: Band) -> Piece | None:
-    x, kernel, stride, padding, dilation, _ = arguments(node, (None, None, (), 0, 1, False))
+    x, kernel, stride, padding, dilation, ceil = arguments(node, (None, None, (), 0, 1, False))
     shape = shape_of(x)
     count = 3 if node.target is aten.max_pool3d_with_indices.default else 2
     k = band.dim - (len(shape) - count)
@@ -166,7 +166,7 @@ def _max_pool(node: fx.Node, band: Band) -> Piece | None:
         now[k] = 0
         if before or after:
             part = _padded(tile, part, len(shape), band.dim, before, after, -math.inf)
-        return tile.call(node.target, part, sizes, strides, now, steps)
+        return tile.call(node.target, part, sizes, strides, now, steps, ceil)
 
     return Piece((need,), write)
 

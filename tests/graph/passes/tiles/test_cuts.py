@@ -52,6 +52,7 @@ CASES: dict[str, tuple[Made, int]] = {
     "transposed, strides of one": (_turned(padding=1), 2),
     "max pool": (_of(lambda x: F.max_pool2d(x, 2), IMAGE), 2),
     "max pool, overlap": (_of(lambda x: F.max_pool2d(x, 3, 2, 1), IMAGE), 2),
+    "max pool, ceil": (_of(lambda x: F.max_pool2d(x[..., 1:, 1:], 2, ceil_mode=True), IMAGE), 2),
     "max pool of volumes": (_of(lambda x: F.max_pool3d(x, 2), VOLUME), 2),
     "average pool": (_of(lambda x: F.avg_pool2d(x, 2), IMAGE), 2),
     "nearest": (_of(lambda x: F.interpolate(x, scale_factor=2.0), IMAGE), 2),
