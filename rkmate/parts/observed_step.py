@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from rkmate.device.protocol import MeterError, PartsMeter
 from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import bytes_held
-from rkmate.torch_seam.tensors import key_of, storage_lives
+from rkmate.torch_seam.tensors import key_of
 
 _MADE = 5
 """How many times its bytes a caller makes, and keeps, of a result that more calls follow: mean, deviation,
@@ -88,7 +88,7 @@ class PartCall:
     saved: int = 0
     """Bytes that it alone has saved."""
     handed: dict[int, tuple[int, set[int]]] = field(default_factory=dict)
-    """Storage of a result -> its bytes, and who holds it: `REST` where something else saves it, and calls
+    """Storage of a result -> its bytes, and who holds it: `REST` where something else saves it, and the calls
     that take it as an argument and save nothing of it. Their plans hold it, to compute from it again."""
     outputs: list[tuple[Any, int] | None] = field(default_factory=list)
     """Of each output tensor, the node that it comes from, and which result of that it is; until the forward
@@ -97,10 +97,6 @@ class PartCall:
     """Of each output tensor, which result of its node it is."""
     taught: set[int] = field(default_factory=set)
     """Numbers of the outputs through which gradients came."""
-    living: dict[int, tuple[int, Callable[[], bool]]] = field(default_factory=dict)
-    """Of outputs that it has made, until the forward is over: the storage, and whether that still lives."""
-    dropped: set[int] = field(default_factory=set)
-    """Numbers of the outputs that nothing holds after the forward."""
     strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Of the gradient of each output, where no two of its numbers share a place."""
 
@@ -349,13 +345,13 @@ class ObservedStep(Figures):
 
     def returned(self, call: PartCall, found: Sequence[torch.Tensor | None]) -> None:
         """A part has returned these tensors; None for what is not known."""
-        for k, t in enumerate(found):
+        for t in found:
             key = None if t is None else key_of(t)
             if t is not None and key is not None and key not in call.inputs:
                 self._made[key] = weakref.ref(t), call.number
-                call.living[k] = key, storage_lives(t)
             call.outputs.append(None if t is None or t.grad_fn is None else (t.grad_fn, t.output_nr))
-        todo: list[Any] = [t.grad_fn for t in found if t is not None]
+        nodes = [t.grad_fn for t in found if t is not None]
+        todo: list[Any] = nodes
         while todo:
             node = todo.pop()
             if node is None or node in self._nodes or node in call.edges:
@@ -452,12 +448,11 @@ class ObservedStep(Figures):
             for k, made in enumerate(call.outputs):
                 if made is not None and made[0] in ids:
                     results[ids[made[0]]].append((call, k))
-            call.shared |= {k for k, made in enumerate(call.sources)
-                            if made is not None and (made[0] in end or users[made] - {call.number})}
+            call.shared |= {k for k, source in enumerate(call.sources)
+                            if source is not None and (source[0] in end or users[source] - {call.number})}
             call.sources = []
             call.places = [-1 if made is None else made[1] for made in call.outputs]
-            call.dropped = {k for k, (s, lives) in call.living.items() if not (s in call.handed or lives())}
-            call.outputs, call.living, call.edges = [], {}, set()
+            call.outputs, call.edges = [], set()
         self._new.clear()
         for node in order:
             number, owner = ids[node], self._nodes.get(node, REST)
