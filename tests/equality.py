@@ -147,16 +147,14 @@ def as_bytes(t: torch.Tensor) -> torch.Tensor:
 
 
 def measured_peak(module: nn.Module, sample: Sample) -> int:
-    """Bytes that a training step takes above what stands before it, gradients included in that, where the
-    training loop names the module's outputs.
+    """Bytes that a training step takes above what stands before it, gradients included in that.
 
     One step goes first: it makes the gradients, and whatever is made once.
     """
     args, kwargs = sample.args, sample.kwargs
 
     def step() -> None:
-        output = module(*args, **kwargs)
-        sample.loss(output).backward()
+        sample.loss(module(*args, **kwargs)).backward()
 
     step()
     leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
