@@ -13,6 +13,7 @@ from rkmate.errors import ArgumentError, InfeasibleBudget, PlanningTimeout
 from rkmate.ir.gradients import least_memory
 from rkmate.ir.kernels import seconds_to_save
 from rkmate.ir.schedule import Schedule
+from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.measure.analytic import (
     Costs,
     analytic_costs,
@@ -149,6 +150,10 @@ def wholly_measured(prepared: Prepared, limit: int) -> Prepared:
 # dynamic program over a few options of each block that need no solver comes within a percent or two of it.
 
 
+LARGE_ROOM = 0.5
+"""The share of a smallest budget above which an error speaks of the room that is left for a loss."""
+
+
 @dataclass(frozen=True, eq=False)
 class Refused:
     """A variant without a schedule within a budget."""
@@ -251,7 +256,7 @@ def _error_of(refused: Refused, method: Planner, first: Prepared) -> Exception:
         assert least is not None
         return InfeasibleBudget(
             f"no schedule fits in {limit:,} bytes; the smallest budget that rockmate always meets is "
-            f"{least:,} bytes ({share_of(first, least)}){_wished(refused)}", least)
+            f"{least:,} bytes ({share_of(first, least)}){_wished(refused)}{_with_room(refused)}", least)
     if least is None:
         return ArgumentError(f"planner is {name!r}, which has no schedule for this model at "
                              f"any budget: {refused.note or 'take another one'}")
@@ -264,6 +269,17 @@ def _wished(refused: Refused) -> str:
     """Return what an error says about the user's wishes."""
     words = refused.prepared.blocked.wishes.words
     return f", with {', '.join(words[:4])}{', ...' if len(words) > 4 else ''}" if words else ""
+
+
+def _with_room(refused: Refused) -> str:
+    """Return what an error says about room for a loss outside of the model, where much is left for one."""
+    room = refused.prepared.reserve_at_loss
+    if refused.prepared.settings.loss_bytes is not None or room < max(
+            LARGE_ROOM * (refused.named or 0), 2 * LOSS_SCALARS):
+        return ""
+    return (f". Of these, {room:,} are left for a loss of all outputs, outside of the model: "
+            "rkmate.Settings(trains=...) names the outputs that the loss is computed from, and "
+            "Settings(loss_bytes=...) the bytes that it takes")
 
 
 def error_of_all(refused: Sequence[Refused], method: Planner) -> tuple[Exception, Refused]:

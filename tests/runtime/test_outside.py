@@ -510,3 +510,26 @@ def test_finished_calls_that_leave_nothing_are_no_reason(caplog: pytest.LogCaptu
             optimizer.step()
             optimizer.zero_grad()
     assert not caplog.records
+
+
+class _Wide(nn.Module):
+    """Two outputs, of which the loss reads the small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.small, self.wide = nn.Linear(32, 64), nn.Linear(64, 4), nn.Linear(64, 2000)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = F.gelu(self.body(x))
+        return self.small(h), self.wide(h)
+
+
+def test_a_refusal_names_the_room_that_is_left_for_a_loss_of_all_outputs() -> None:
+    model = _Wide()
+    plain = measure_step(model, lambda: model(X)[0].sum().backward()).peak
+    room = 3 * 4 * 96 * 2004 + LOSS_SCALARS
+    with pytest.raises(rkmate.InfeasibleBudget, match=f"{room:,} are left for a loss of all outputs"):
+        rkmate.wrap(model, (X,), budget=plain, settings=rkmate.Settings(costs="analytic"), progress=False)
+    settings = rkmate.Settings(costs="analytic", trains=("0",))
+    wrapped = rkmate.wrap(model, (X,), budget=1.0, settings=settings, progress=False)
+    assert measure_step(wrapped, lambda: wrapped(X)[0].sum().backward()).peak < 1.1 * plain
