@@ -86,8 +86,8 @@ def is_sharded(module: nn.Module) -> bool:
     """Return whether hooks around a module's forward gather its parameters (those of `fully_shard`, or of
     DeepSpeed's ZeRO stage 3), or the module is a FullyShardedDataParallel (FSDP1)."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return bool(fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
-                ) or bool(gathered_by_zero(module))
+    by_layers = fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    return by_layers or inside_of_flat(module) is not None or bool(gathered_by_zero(module))
 
 
 def inside_of_flat(module: nn.Module) -> nn.Module | None:

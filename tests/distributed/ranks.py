@@ -112,6 +112,15 @@ def are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(some) == len(others) > 2 and all(map(torch.equal, some, others))
 
 
+def caught(call: Callable[[], Any]) -> tuple[str, str]:
+    """Return the name of the class of the error that a call raises, and its message; ``nothing`` for none."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
 def whole(t: Any) -> torch.Tensor:
     """Return a copy of a tensor, of a DTensor with the parts of all ranks."""
     every: torch.Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t

@@ -18,7 +18,7 @@ from rkmate import device as devices
 from rkmate.ilp import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.distributed.ranks import Block, Found, are_equal, steps
+from tests.distributed.ranks import Block, Found, are_equal, caught, steps
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -117,14 +117,6 @@ def _kept(rank: int) -> dict[str, Any]:
     return _planned(False, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)(rank)
 
 
-def _caught(call: Callable[[], Any]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
-
-
 def _refused(rank: int) -> dict[str, Any]:
     ids = _ids(rank)
 
@@ -134,20 +126,20 @@ def _refused(rank: int) -> dict[str, Any]:
     one = {"layers": False}
     without = _flat(_Net(), use_orig_params=False)
     found = {
-        "around wrap": _caught(lambda: _flat(rkmate.wrap(
+        "around wrap": caught(lambda: _flat(rkmate.wrap(
             _Net(), (ids,), budget=0.8, **CHOSEN), use_orig_params=False, **one)(ids)),
-        "inside of wrap": _caught(lambda: rkmate.wrap(_flat(_Net()), (ids,), budget=0.8, **CHOSEN)),
-        "plan": _caught(lambda: rkmate.plan(_flat(_Net()), (ids,), budget=0.8, **CHOSEN)),
-        "one unit, before": _caught(lambda: _flat(applied(_Net()), **one)(ids)),
-        "one unit": _caught(lambda: applied(_flat(_Net(), **one))),
-        "a layer": _caught(lambda: applied(_flat(_Net()).module.layers[0]))}
+        "inside of wrap": caught(lambda: rkmate.wrap(_flat(_Net()), (ids,), budget=0.8, **CHOSEN)),
+        "plan": caught(lambda: rkmate.plan(_flat(_Net()), (ids,), budget=0.8, **CHOSEN)),
+        "one unit, before": caught(lambda: _flat(applied(_Net()), **one)(ids)),
+        "one unit": caught(lambda: applied(_flat(_Net(), **one))),
+        "a layer": caught(lambda: applied(_flat(_Net()).module.layers[0]))}
     before = applied(_Net())
     flat = _flat(before, use_orig_params=False)
-    found_without = {"without": _caught(lambda: applied(without)),
-                     "without, before": _caught(lambda: flat(ids))}
+    found_without = {"without": caught(lambda: applied(without)),
+                     "without, before": caught(lambda: flat(ids))}
     rkmate.remove(flat)
     same = [_trained(net, rank, 1)[0] for net in (_flat(_Net(), use_orig_params=False), without, flat)]
-    in_place = _caught(lambda: rkmate.apply(_flat(_Net()), budget=0.8, progress=False,
+    in_place = caught(lambda: rkmate.apply(_flat(_Net()), budget=0.8, progress=False,
                                             settings=Settings(gradients="in_place")))
     return {"errors": found, "without": found_without, "in place": in_place,
             "unchanged": all(map(torch.equal, same[0], same[1])) and all(map(torch.equal, same[0], same[2]))}

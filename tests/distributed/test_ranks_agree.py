@@ -31,7 +31,7 @@ from rkmate.planners.settings import PlannerSettings
 from rkmate.runtime import agreement
 from rkmate.runtime.agreement import COMMUNICATES, SHARDED, SHARED, Advice, Ranks, Signs
 from rkmate.torch_seam.trace import meeting_place
-from tests.distributed.ranks import Found
+from tests.distributed.ranks import Found, caught
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -60,14 +60,6 @@ class _Net(nn.Module):
 
 def _data(rank: int, rows: int = 32) -> torch.Tensor:
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(rank))
-
-
-def _caught(call: Callable[[], Any]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
 
 
 def _shared(model: nn.Module, x: torch.Tensor, budget: float = 0.8, **options: Any) -> rkmate.Plan:
@@ -114,7 +106,7 @@ def _differing(rank: int) -> dict[str, Any]:
 
     def tried(name: str, call: Callable[[], Any]) -> None:
         start = time.monotonic()
-        found[name] = (*_caught(call), time.monotonic() - start)
+        found[name] = (*caught(call), time.monotonic() - start)
         dist.barrier()
 
     frozen = _Net()
@@ -176,7 +168,7 @@ def _other_function(rank: int) -> dict[str, Any]:
     """What no description shows: the graphs differ."""
     model, x = _Net(act=torch.relu if rank == 0 else torch.tanh), _data(rank)
     plan = _shared(model, x)
-    return {"error": _caught(lambda: rkmate.wrap(model, (x,), plan=plan, progress=False))}
+    return {"error": caught(lambda: rkmate.wrap(model, (x,), plan=plan, progress=False))}
 
 
 def _other_shapes(rank: int) -> dict[str, Any]:
@@ -185,7 +177,7 @@ def _other_shapes(rank: int) -> dict[str, Any]:
     for new_shapes in ("shared", "own"):
         plan = _shared(model, _data(rank), new_shapes=new_shapes)
         run = rkmate.wrap(model, (_data(rank),), plan=plan, progress=False)
-        found[new_shapes] = _caught(lambda run=run: run(_data(rank, 20 + 4 * rank)).backward())
+        found[new_shapes] = caught(lambda run=run: run(_data(rank, 20 + 4 * rank)).backward())
         dist.barrier()
     return found
 
@@ -194,11 +186,11 @@ def _absent(rank: int) -> dict[str, Any]:
     """Rank 1 does not plan, and comes when rank 0 has given up."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=SHORT))
     start = time.monotonic()
-    error = _caught(lambda: _shared(_Net(), _data(rank), group=group)) if rank == 0 else ("", "")
+    error = caught(lambda: _shared(_Net(), _data(rank), group=group)) if rank == 0 else ("", "")
     dist.barrier()
     if rank == 1:
         start = time.monotonic()
-        error = _caught(lambda: _shared(_Net(), _data(rank), group=group))
+        error = caught(lambda: _shared(_Net(), _data(rank), group=group))
     return {"error": error, "seconds": time.monotonic() - start}
 
 
@@ -219,7 +211,7 @@ def _slow(rank: int) -> dict[str, Any]:
         return plain(other)
 
     with mock.patch.object(agreement, "_signs_of", looked if rank == 1 else plain):
-        error = _caught(lambda: _shared(Slow(), _data(rank), group=group))
+        error = caught(lambda: _shared(Slow(), _data(rank), group=group))
     store.set("looked", "")
     return {"error": error, "looks": next(looks) - 1}
 
@@ -236,10 +228,10 @@ def _failing(rank: int) -> dict[str, Any]:
 
     model, second, x = Failing(), Failing(), _data(rank, 56)
     second.ranks = (1,)
-    infeasible = _caught(lambda: _shared(_Net(), x, 1))
+    infeasible = caught(lambda: _shared(_Net(), x, 1))
     with mock.patch("rkmate.api.trace", side_effect=trace) as traced:
-        follower = _caught(lambda: _shared(second, x))
-    return {"error": _caught(lambda: _shared(model, x)), "infeasible": infeasible, "follower": follower,
+        follower = caught(lambda: _shared(second, x))
+    return {"error": caught(lambda: _shared(model, x)), "infeasible": infeasible, "follower": follower,
             "traced": traced.call_count}
 
 
