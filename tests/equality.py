@@ -147,14 +147,16 @@ def as_bytes(t: torch.Tensor) -> torch.Tensor:
 
 
 def measured_peak(module: nn.Module, sample: Sample) -> int:
-    """Bytes that a training step takes above what stands before it, gradients included in that.
+    """Bytes that a training step takes above what stands before it, gradients included in that, where the
+    training loop names the module's outputs.
 
     One step goes first: it makes the gradients, and whatever is made once.
     """
     args, kwargs = sample.args, sample.kwargs
 
     def step() -> None:
-        sample.loss(module(*args, **kwargs)).backward()
+        output = module(*args, **kwargs)
+        sample.loss(output).backward()
 
     step()
     leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

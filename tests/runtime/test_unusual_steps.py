@@ -15,8 +15,9 @@ import rkmate
 from rkmate.measure.step import measure_step
 
 X = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
-FEW = X[:16]
-Step = Callable[[nn.Module], torch.Tensor]
+FEW = X[:32]
+Step = Callable[[nn.Module], tuple[torch.Tensor, ...]]
+"""From a model to a loss, and outputs that the training loop names, too."""
 
 
 def net() -> nn.Module:
@@ -24,30 +25,39 @@ def net() -> nn.Module:
     return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))))
 
 
-def adapted(model: nn.Module) -> torch.Tensor:
+def adapted(model: nn.Module) -> tuple[torch.Tensor, ...]:
     """Meta-learning: the loss of weights that a step of descent has made."""
     weights = dict(model.named_parameters())
     inner = torch.func.functional_call(model, weights, (X,)).abs().mean()
     grads = torch.autograd.grad(inner, [*weights.values()], create_graph=True)
     moved = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
-    return F.mse_loss(torch.func.functional_call(model, moved, (X,)), X)
+    return F.mse_loss(torch.func.functional_call(model, moved, (X,)), X),
 
 
-def pairs(model: nn.Module) -> torch.Tensor:
+def pairs(model: nn.Module) -> tuple[torch.Tensor, ...]:
     """The input of the second call is made after the first call."""
     first = model(X)
-    return F.mse_loss(first, model(X.repeat(4, 1).sin()[:96]))
+    second = model(X.repeat(4, 1).sin()[:96])
+    return F.mse_loss(first, second), first, second
 
 
-def whole_pairs(model: nn.Module) -> torch.Tensor:
+def whole_pairs(model: nn.Module) -> tuple[torch.Tensor, ...]:
     """Two calls on one input that was there before."""
-    return F.mse_loss(model(X), model(X))
+    first, second = model(X), model(X)
+    return F.mse_loss(first, second), first, second
 
 
-def made_weights(model: nn.Module) -> torch.Tensor:
+def made_weights(model: nn.Module) -> tuple[torch.Tensor, ...]:
     """Weights that the step makes, before the call."""
     weights = {n: 1.5 * w for n, w in model.named_parameters()}
-    return torch.func.functional_call(model, weights, (FEW,)).abs().mean()
+    out = torch.func.functional_call(model, weights, (FEW,))
+    return out.abs().mean(), out
+
+
+def do(step: Step, model: nn.Module) -> None:
+    """Do a step."""
+    loss, *_outputs = step(model)
+    loss.backward()
 
 
 def trained(model: nn.Module, step: Step, steps: int = 8) -> list[str]:
@@ -56,7 +66,7 @@ def trained(model: nn.Module, step: Step, steps: int = 8) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(steps):
-            step(model).backward()
+            do(step, model)
             optimizer.step()
             optimizer.zero_grad()
     return [str(w.message) for w in said if ": a step takes " in str(w.message)]
@@ -80,7 +90,7 @@ def test_the_warning_names_the_bytes_of_the_step_and_the_budget(step: Step, why:
         p.grad = torch.zeros_like(p)
     before = sum(p.nbytes for p in model.parameters()) if step is made_weights else 0
     assert takes + before == pytest.approx(
-        measure_step(model, lambda: step(model).backward()).peak, rel=0.02)
+        measure_step(model, lambda: do(step, model)).peak, rel=0.02)
     assert not trained(model, step)
 
 
