@@ -365,22 +365,13 @@ class _Maker:
             body.append(Count(tuple(source_key(s) for s, n in self.program.joint.counters if n == by), by))
         body += [Drop(late)] if late else []
         results = (*self.program.joint.outputs, *self.program.joint.kept)
-        held_in = [None if n is None else self.program.d_of(n) for n in results]
-        callers = self._of_the_caller()
-        last = {j: i for i, j in enumerate(held_in) if j is not None and j in callers}
+        forgotten = self.program.only_returned(self.schedule)
+        last = {j: i for i, n in enumerate(results) if n is not None
+                and (j := self.program.d_of(n)) is not None and j in forgotten}
         self.stored.difference_update(gone, last)
         return Function("forward", "the forward, up to the loss", tuple(body), tuple(
             Constant("None") if n is None else self._value(n, [j for j, k in last.items() if k == i])
             for i, n in enumerate(results)))
-
-    def _of_the_caller(self) -> set[int]:
-        """Return the D nodes of outputs that nothing reads after the forward: only the caller holds them."""
-        steps = self.schedule.steps
-        read = {self.program.d_of(n) for _, n in (*self.program.param_grads, *self.program.input_grads)}
-        for step in steps[steps.index(Loss()) + 1:]:
-            assert not isinstance(step, Loss)
-            read.update(self.cd.c[step.c].inputs if isinstance(step, Compute | Start) else (step.d,))
-        return self.stored.intersection(self.program.pinned) - read
 
     def _gradients(self, end: int,
                    last: bool) -> tuple[tuple[str, ...], tuple[Argument, ...], tuple[str, ...]]:

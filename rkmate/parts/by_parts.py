@@ -496,11 +496,14 @@ class Parts(OneBudget):
         if not part.forms:
             kind.lay_out(self._settings("all"))
         wanted = tuple(k in kind.taught for k in range(len(part.traced.wanted)))
-        if not part.forms or part.traced.wanted != wanted or kind.shared - kind.known_shared:
+        if not part.forms or part.traced.wanted != wanted or kind.shared - kind.known_shared \
+                or part.dropped - kind.dropped:
             kind.known_shared = kind.shared
             part.traced = replace(part.traced, wanted=wanted, settings=self._settings(kind.taught),
                                   capture=with_terms(part.traced.capture, kind.shared))
-            part.forms = [ways_of(part.traced, self.planning.planner, lambda blocked: budget, 1.0)]
+            part.dropped = kind.dropped
+            part.forms = [ways_of(part.traced, self.planning.planner, lambda blocked: budget, 1.0,
+                                  dropped=part.dropped)]
         return part
 
     def _put_into(self, module: nn.Module, found: Sequence[tuple[Kind, Prototype, int]], shared: Shared,

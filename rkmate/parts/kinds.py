@@ -148,6 +148,11 @@ class Kind:
         return frozenset(k for _, call in self.calls for k in call.shared)
 
     @property
+    def dropped(self) -> frozenset[int]:
+        """Numbers of the outputs that nothing held after the forward, in each of its calls."""
+        return frozenset.intersection(*(frozenset(call.dropped) for _, call in self.calls))
+
+    @property
     def is_checkpointed(self) -> bool:
         """Whether it calls torch.utils.checkpoint: what it saves as it is says little."""
         return self.part is not None and any(

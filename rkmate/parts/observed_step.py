@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from rkmate.device.protocol import MeterError, PartsMeter
 from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import bytes_held
-from rkmate.torch_seam.tensors import key_of
+from rkmate.torch_seam.tensors import key_of, storage_lives
 
 _MADE = 5
 """How many times its bytes a caller makes, and keeps, of a result that more calls follow: mean, deviation,
@@ -97,6 +97,10 @@ class PartCall:
     """Of each output tensor, which result of its node it is."""
     taught: set[int] = field(default_factory=set)
     """Numbers of the outputs through which gradients came."""
+    living: dict[int, tuple[int, Callable[[], bool]]] = field(default_factory=dict)
+    """Of outputs that it has made, until the forward is over: the storage, and whether that still lives."""
+    dropped: set[int] = field(default_factory=set)
+    """Numbers of the outputs that nothing holds after the forward."""
     strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Of the gradient of each output, where no two of its numbers share a place."""
 
@@ -345,10 +349,11 @@ class ObservedStep(Figures):
 
     def returned(self, call: PartCall, found: Sequence[torch.Tensor | None]) -> None:
         """A part has returned these tensors; None for what is not known."""
-        for t in found:
+        for k, t in enumerate(found):
             key = None if t is None else key_of(t)
             if t is not None and key is not None and key not in call.inputs:
                 self._made[key] = weakref.ref(t), call.number
+                call.living[k] = key, storage_lives(t)
             call.outputs.append(None if t is None or t.grad_fn is None else (t.grad_fn, t.output_nr))
         nodes = [t.grad_fn for t in found if t is not None]
         todo: list[Any] = nodes
@@ -452,7 +457,9 @@ class ObservedStep(Figures):
                             if source is not None and (source[0] in end or users[source] - {call.number})}
             call.sources = []
             call.places = [-1 if made is None else made[1] for made in call.outputs]
-            call.outputs, call.edges = [], set()
+            call.dropped = {k for k, (key, lives) in call.living.items()
+                            if key not in call.handed and not lives()}
+            call.outputs, call.living, call.edges = [], {}, set()
         self._new.clear()
         for node in order:
             number, owner = ids[node], self._nodes.get(node, REST)

@@ -151,6 +151,8 @@ class Part:
     """Whether the first step, too, may follow a variant that changes last bits."""
     loss: TangentMask | None = None
     """For each output, whether the loss depends on it; None: on all, until a step shows otherwise."""
+    dropped: frozenset[int] = frozenset()
+    """Numbers of the outputs that the model lets go of in its forward."""
 
     @functools.cached_property
     def first(self) -> Way:
@@ -189,7 +191,8 @@ class Part:
         there was one. `budget`: bytes that measuring may take; `share`: as for `look`."""
         left = lean_variants(self.forms[0])[len(self.forms) - 1:]
         if left:
-            self.forms.append(ways_of(self.traced, planner, lambda blocked: budget, share, left[0]))
+            self.forms.append(ways_of(self.traced, planner, lambda blocked: budget, share, left[0],
+                                      dropped=self.dropped))
         return bool(left)
 
     def form_of(self, number: int) -> tuple[PartWays, int]:

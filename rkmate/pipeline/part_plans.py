@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from rkmate.graph.capture.captured import Capture, Source
-from rkmate.ir.schedule import Schedule
+from rkmate.ir.schedule import Loss, Schedule
 from rkmate.ir.simulate import peak_with_gradients, simulate
 from rkmate.pipeline.attempts import Planned, plan_of
 from rkmate.pipeline.prepare import Blocked, Prepared, Traced, prepare
@@ -53,6 +53,8 @@ class PartWays:
     """The smallest budget of one call, in bytes."""
     keeps_gradients: bool = False
     """Whether gradients of parameters stay in memory until the backward of a call is over."""
+    dropped: frozenset[int] = frozenset()
+    """Numbers of the outputs that the model lets go of in its forward."""
 
     @cached_property
     def whole(self) -> Way:
@@ -64,16 +66,30 @@ class PartWays:
         prepared = self.solved.prepared
         found = prepared.simulate(schedule)
         peak = peak_with_gradients(prepared.graph, schedule, found) if self.keeps_gradients else found.peak
-        return Way(found.seconds, found.saved, max(0, peak - found.saved))
+        dropped = self._dropped_by(schedule)
+        if dropped:
+            loss = schedule.steps.index(Loss())
+            peak = max(max(found.timeline[:loss]), max(found.timeline[loss:]) - dropped)
+        saved = found.saved - dropped
+        return Way(found.seconds, saved, max(0, peak - saved))
+
+    def _dropped_by(self, schedule: Schedule) -> int:
+        """Return the bytes of outputs that neither the model nor the part's step holds after its forward."""
+        program, cd = self.solved.prepared.partition.program, self.solved.prepared.graph
+        held = {program.d_of(n) for k, n in enumerate(program.joint.outputs)
+                if n is not None and k not in self.dropped}
+        return cd.bytes(program.only_returned(schedule) - held) if self.dropped else 0
 
     def planned(self, number: int, extra: int) -> Planned:
         """A plan with one of the schedules. `extra`: bytes on top of what it saves that it may take while it
         runs; as many have to be free while it waits."""
         prepared = with_bytes_at_loss(self.solved.prepared, extra)
-        outcome = Outcome(self.schedules[number], "ok", self.ways[number].seconds, smallest=self.smallest,
+        schedule = self.schedules[number]
+        outcome = Outcome(schedule, "ok", self.ways[number].seconds, smallest=self.smallest,
                           note="a part of a step")
         solved = replace(self.solved, summary=replace(self.solved.summary, reserve_at_loss=extra))
-        plan = plan_of(prepared, solved, self.planner, self.ways[number].saved + extra, outcome)
+        budget = self.ways[number].saved + self._dropped_by(schedule) + extra
+        plan = plan_of(prepared, solved, self.planner, budget, outcome)
         return Planned(plan, prepared)
 
 
@@ -88,17 +104,19 @@ def with_bytes_at_loss(prepared: Prepared, extra: int) -> Prepared:
 
 @gc_pause()
 def ways_of(traced: Traced, planner: str, limit: Callable[[Blocked], int], share: float,
-            variant: Variant | None = None, keeps_gradients: bool = False) -> PartWays:
+            variant: Variant | None = None, keeps_gradients: bool = False,
+            dropped: frozenset[int] = frozenset()) -> PartWays:
     """Measure a part, and look for schedules that hold more or less between forward and backward.
 
     `traced`: with ``Settings(loss_bytes=0)``, as the part's outputs go on into the model. `limit`: the bytes
     that measuring may take. `share`: about how much of what it saves a call can hold within the budget.
     `variant`: of its graph; the settings' first unless given. `keeps_gradients`: whether gradients of
-    parameters stay until the backward of a call is over (`fully_shard`).
+    parameters stay until the backward of a call is over (`fully_shard`). `dropped`: numbers of the outputs
+    that the model lets go of in its forward.
     """
     prepared = prepare(traced, variant, limit=limit)
     method = find_planner(planner, traced.settings.of_planner)
-    part = PartWays(solve(prepared), method.name, (), (), None, keeps_gradients)
+    part = PartWays(solve(prepared), method.name, (), (), None, keeps_gradients, dropped)
     return _with(part, method, (prepared.whole,), share)
 
 

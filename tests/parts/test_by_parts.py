@@ -722,17 +722,18 @@ def test_parts_run_in_tiles_where_nothing_else_fits(tiles: Any) -> None:
         torch.testing.assert_close(found[name], value)
 
 
-def test_plans_of_frozen_parts_hold_inputs_that_other_modules_have_made() -> None:
+def test_plans_of_frozen_parts_hold_inputs_and_let_go_of_outputs() -> None:
+    """Other modules have made the inputs, and save nothing of the outputs."""
     model = Frozen()
     plain = copy.deepcopy(model)
     whole = peak(copy.deepcopy(model), plainly, 0)
     with pytest.raises(rkmate.InfeasibleBudget) as error:
-        same_steps(plain, applied(copy.deepcopy(model), int(0.6 * whole)), plainly)
+        same_steps(plain, applied(copy.deepcopy(model), int(0.5 * whole), tiles="never"), plainly)
     least = error.value.minimum_bytes
-    assert least < 0.7 * whole
-    applied(model, least)
+    assert least < 0.6 * whole
+    applied(model, least, tiles="never")
     same_steps(plain, model, plainly)
-    assert 0.99 * least <= peak(model, plainly, 0) <= least
+    assert 0.94 * least <= peak(model, plainly, 0) <= least
 
 
 class Again(torch.autograd.Function):

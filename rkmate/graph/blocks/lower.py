@@ -23,6 +23,7 @@ from rkmate.graph.passes.in_place import InPlace, in_place_ways
 from rkmate.graph.passes.joint import Joint, adds
 from rkmate.graph.passes.tiles.tiled import Alternative, alternatives
 from rkmate.ir.cd import CDGraph, CNode, DNode
+from rkmate.ir.schedule import Compute, Loss, Schedule, Start
 from rkmate.torch_seam.nodes import VALUE, is_backward
 
 
@@ -64,6 +65,16 @@ class Program:
         """Return the D node that a value lives in; None for what the caller holds."""
         where = self.storage[node]
         return where if isinstance(where, int) else None
+
+    def only_returned(self, schedule: Schedule) -> frozenset[int]:
+        """Return the D nodes of outputs that a schedule does not read after its forward: a step hands them
+        out and forgets them."""
+        read = {self.d_of(n) for _, n in (*self.param_grads, *self.input_grads)}
+        for step in schedule.steps[schedule.steps.index(Loss()) + 1:]:
+            assert not isinstance(step, Loss)
+            read.update(self.cd.c[step.c].inputs if isinstance(step, Compute | Start) else (step.d,))
+        outputs = {self.d_of(n) for n in self.joint.outputs if n is not None}
+        return frozenset(j for j in self.pinned if j in outputs and j not in read)
 
     def reads(self, c: int) -> Iterator[fx.Node]:
         """Return the values that a C node's operation takes."""
