@@ -368,7 +368,7 @@ class _Maker:
         forgotten = self.program.only_returned(self.schedule)
         last = {j: i for i, n in enumerate(results) if n is not None
                 and (j := self.program.d_of(n)) is not None and j in forgotten}
-        self.stored.difference_update(gone, last)
+        self.stored.difference_update(gone)
         return Function("forward", "the forward, up to the loss", tuple(body), tuple(
             Constant("None") if n is None else self._value(n, [j for j, k in last.items() if k == i])
             for i, n in enumerate(results)))
