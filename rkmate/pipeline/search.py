@@ -237,9 +237,10 @@ class _Comparison:
 
 
 def _as_named(prepared: Prepared, limit: int, method: Planner, refused: Sequence[Refused]) -> Planned:
-    """Return the schedule that an earlier refusal named, where a search for it has found none, and it fits:
-    searches end by clocks. Otherwise, raise the error of the refusals, and leave the schedule that it names
-    on disk. `prepared`: the first variant; `refused`: its refusal, then the other variants'."""
+    """Return the schedule that these refusals name, or that an earlier one has named, where it fits although
+    a search has found none: searches end by clocks, and count in steps. Otherwise, raise the error of the
+    refusals, and leave the schedule that it names on disk. `prepared`: the first variant; `refused`: its
+    refusal, then the other variants'."""
     place = place_of(prepared, None, method.name)
     before = None if place is None else recall_named(place, refused)
     if before is not None and before.least is not None:
@@ -247,6 +248,8 @@ def _as_named(prepared: Prepared, limit: int, method: Planner, refused: Sequence
             return planned_as_named(before, method.name)
         refused = [*refused, before]
     error, least = error_of_all(refused, method)
+    if least.least is not None and least.least.peak <= limit:
+        return planned_as_named(least, method.name)
     if place is not None and least is not before:
         remember_named(place, least)
     raise error

@@ -6,8 +6,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
+from torch import nn
 
+import rkmate
 from rkmate.errors import ArgumentError
 from rkmate.ir.schedule import save_all
 from rkmate.ir.simulate import simulate
@@ -98,3 +101,11 @@ def test_auto_says_what_it_took() -> None:
     assert tight.schedule is not None and "against" in tight.note
     none = planner("auto").plan(problem, 1, time_limit=5)
     assert none.status == "infeasible" and "none of" in none.note
+
+
+def test_a_budget_that_a_refusal_would_name_is_met_at_once() -> None:
+    """Rotor counts bytes in steps: its search finds nothing at the model's own peak, which it can meet."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64))
+    counted = rkmate.Settings(costs="analytic", loss_bytes=0, planner="rotor", tiles="never")
+    plan = rkmate.plan(model, (torch.randn(128, 64),), budget=1.0, settings=counted, progress=False)
+    assert plan.peak_bytes == plan.budget_bytes
