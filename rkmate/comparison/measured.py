@@ -138,7 +138,10 @@ def _measure(folder: Path, job: dict[str, Any]) -> dict[str, float]:
 
     def step_of(run: Callable[[], Any]) -> Step:
         """Return a step of as many calls as the settings say."""
-        return lambda: _backward(_sum([loss_of(run(), trains) for _ in range(settings.calls)]), device)
+        def step() -> torch.Tensor:
+            outputs = [run() for _ in range(settings.calls)]        # named, as plans count them
+            return _backward(_sum([loss_of(output, trains) for output in outputs]), device)
+        return step
 
     eager = step_of(lambda: model(*args, **kwargs))
 
