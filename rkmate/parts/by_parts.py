@@ -49,7 +49,7 @@ from rkmate.parts.one_budget import (
     take_watch_from,
     undisturbed,
 )
-from rkmate.pipeline.part_plans import ways_of, with_terms
+from rkmate.pipeline.part_plans import with_terms
 from rkmate.pipeline.prepare import trace
 from rkmate.runtime.followed_step import FollowedStep
 from rkmate.runtime.guards import ModuleReader, guards_of
@@ -69,6 +69,8 @@ FULL = 0.97
 """The share of what calls hold that schedules are looked for with, at most, where not all of it fits."""
 MEASURED = 3
 """The number of steps with plans that are measured at most, until one keeps to its budget."""
+LATER = 8
+"""After how many calls with plans a step is measured again; and after twice, four times as many and so on."""
 NEAR = 1.25
 """The estimate of a step as it is, divided by its budget, up to which it is measured before it is refused."""
 REFUSED = 3
@@ -126,8 +128,8 @@ class Parts(OneBudget):
         """Bytes of a step with plans, measured or as they were shared out; and bytes that calls of the
         latest step asked for on top of their shares."""
         self._followed: FollowedStep | None = None
-        self._to_measure = 0
-        """How many steps with plans are still to be measured, at most."""
+        self._calls = self._to_measure = 0
+        """How many calls have followed plans, and how many of their steps are still to be measured."""
 
     # -- calls ----------------------------------------------------------------------------
 
@@ -429,7 +431,12 @@ class Parts(OneBudget):
         asked, followed = self._asked, self._followed
         if asked is not None and followed is not None and not self.planned:
             self._share_measured(asked, followed)
-        elif asked is None or not self.planned or not (self._to_measure or self._more):
+        elif asked is None or not self.planned:
+            return
+        self._calls += 1
+        if self._calls >= LATER and self._calls.bit_count() == 1:
+            self._to_measure = MEASURED
+        if not (self._to_measure or self._more):
             return
         budget, peak = self.planning.budget.of(asked.rest.plain), None
         if followed is not None:
@@ -475,8 +482,8 @@ class Parts(OneBudget):
         self._to_measure = 0
         self._warn_once("over", (
             f"a step of {self._type}, planned by parts, takes {peak:,} bytes, and its budget is {budget:,}: "
-            f"what is not planned takes more than it did in the step that was observed. A budget of "
-            f"{budget + self._over:,} bytes leaves room for that"))
+            f"what is not planned takes more than it did in the step that was observed, or keeps outputs of "
+            f"parts that it let go of then. A budget of {budget + self._over:,} bytes leaves room for that"))
 
     def _nothing_worth(self, step: ObservedStep) -> None:
         """No part of the step is worth a plan."""
@@ -502,8 +509,7 @@ class Parts(OneBudget):
             part.traced = replace(part.traced, wanted=wanted, settings=self._settings(kind.taught),
                                   capture=with_terms(part.traced.capture, kind.shared))
             part.dropped = kind.dropped
-            part.forms = [ways_of(part.traced, self.planning.planner, lambda blocked: budget, 1.0,
-                                  dropped=part.dropped)]
+            part.look_anew(self.planning.planner, budget)
         return part
 
     def _put_into(self, module: nn.Module, found: Sequence[tuple[Kind, Prototype, int]], shared: Shared,
@@ -557,17 +563,12 @@ class Parts(OneBudget):
                            self._name(module), self._type)
 
     def _tell_of(self, asked: Asked, shared: Shared) -> None:
-        parts = []
-        for key in dict.fromkeys(k.key for k in asked.kinds):
-            mine = [(k, m) for k, _, m in asked.places if k.key == key]
-            names = list(dict.fromkeys(self._name(m) for _, m in mine))
-            several = f" to {names[-1]}, {len(names)} in all" if len(names) > 1 else ""
-            parts.append(f"{names[0]}{several} ({mine[0][0].name})")
         kept = max(asked.step.kept, sum(k.saved for k in self._kinds))
         logger.warning(
             "%s is planned by parts: %s. That is %.0f%% of the %s bytes that a step as it is keeps for its "
             "backward. The rest takes up to %s bytes, a step at most about %s bytes of the budget of %s%s",
-            self._type, ", ".join(parts), 100 * sum(k.saved for k in asked.kinds) / max(1, kept), f"{kept:,}",
+            self._type, asked.in_words(self._name),
+            100 * sum(k.saved for k in asked.kinds) / max(1, kept), f"{kept:,}",
             f"{max((m.bytes for m in asked.moments), default=asked.rest.beside):,}",
             f"{shared.taken:,}", f"{shared.budget:,}", self._why())
 

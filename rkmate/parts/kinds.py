@@ -187,6 +187,16 @@ class Asked:
         return [Item([way.scaled(*kind.sizes_of(module)) for way in part.ways], calls)
                 for (kind, part, module), calls in zip(self.places, self.calls, strict=True)]
 
+    def in_words(self, name: Callable[[nn.Module], str]) -> str:
+        """Return the names of each kind's first and last submodule. `name`: of a submodule."""
+        parts = []
+        for key in dict.fromkeys(kind.key for kind in self.kinds):
+            mine = [(kind, module) for kind, _, module in self.places if kind.key == key]
+            names = list(dict.fromkeys(name(module) for _, module in mine))
+            several = f" to {names[-1]}, {len(names)} in all" if len(names) > 1 else ""
+            parts.append(f"{names[0]}{several} ({mine[0][0].name})")
+        return ", ".join(parts)
+
     def shared_out(self, share_out: Callable[..., Shared], budget: int, planner: str) -> Shared:
         """Share a budget out among the schedules of all parts. Where it is too small, look for schedules of
         variants of their graphs, too, one variant after the other. Raises `InfeasibleBudget`.

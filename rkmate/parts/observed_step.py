@@ -73,8 +73,7 @@ class PartCall:
     edges: set[Any]
     """Nodes of autograd's graph that its arguments come from."""
     sources: list[tuple[Any, int] | None] = field(default_factory=list)
-    """Of each argument tensor, the node that it comes from, and which result of that it is; until the forward
-    is over."""
+    """Of each argument tensor, its node, and which result of that it is; until the forward is over."""
     shared: set[int] = field(default_factory=set)
     """Numbers of the argument tensors that others use, too, and contribute gradients to; or may: the caller,
     where a tensor comes from outside of the module's call."""
@@ -91,8 +90,7 @@ class PartCall:
     """Storage of a result -> its bytes, and who holds it: `REST` where something else saves it, and the calls
     that take it as an argument and save nothing of it. Their plans hold it, to compute from it again."""
     outputs: list[tuple[Any, int] | None] = field(default_factory=list)
-    """Of each output tensor, the node that it comes from, and which result of that it is; until the forward
-    is over."""
+    """Of each output tensor, its node, and which result of that it is; until the forward is over."""
     places: list[int] = field(default_factory=list)
     """Of each output tensor, which result of its node it is."""
     taught: set[int] = field(default_factory=set)

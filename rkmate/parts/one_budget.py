@@ -22,6 +22,7 @@ from rkmate.graph.capture.captured import Capture
 from rkmate.graph.ops.properties import ALIASES, COPIES, is_random
 from rkmate.pipeline.part_plans import PartWays, lean_variants, more_ways, ways_of
 from rkmate.pipeline.prepare import Traced
+from rkmate.pipeline.variants import Variant
 from rkmate.planners.several_calls import Choice, Item, Moment, Way, share_out, smallest_limit
 from rkmate.runtime.guards import Guards
 from rkmate.runtime.kept_plans import Planning, Prototype, TangentMask, is_alike, is_free
@@ -186,13 +187,19 @@ class Part:
         they can hold within the budget."""
         self.forms = [more_ways(form, share) for form in self.forms]
 
+    def look_anew(self, planner: str, budget: int) -> None:
+        """Look for the schedules of the graph as it is now. `budget`: bytes that measuring may take."""
+        self.forms = [self._form(planner, budget, 1.0)]
+
+    def _form(self, planner: str, budget: int, share: float, variant: Variant | None = None) -> PartWays:
+        return ways_of(self.traced, planner, lambda blocked: budget, share, variant, dropped=self.dropped)
+
     def add_form(self, planner: str, budget: int, share: float) -> bool:
         """Add the schedules of the next variant of the graph that trades something for memory; return whether
         there was one. `budget`: bytes that measuring may take; `share`: as for `look`."""
         left = lean_variants(self.forms[0])[len(self.forms) - 1:]
         if left:
-            self.forms.append(ways_of(self.traced, planner, lambda blocked: budget, share, left[0],
-                                      dropped=self.dropped))
+            self.forms.append(self._form(planner, budget, share, left[0]))
         return bool(left)
 
     def form_of(self, number: int) -> tuple[PartWays, int]:

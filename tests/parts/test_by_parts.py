@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import rkmate
 from rkmate.measure.step import measure_peak, measure_step
-from rkmate.parts import by_parts
-from rkmate.parts.by_parts import Parts
+from rkmate.parts import one_budget
+from rkmate.parts.by_parts import LATER, Parts
 from rkmate.parts.one_budget import Watch
 from rkmate.planners.several_calls import Item, Moment, Way, share_out, smallest_limit
 from rkmate.runtime import plan_cache
@@ -263,11 +263,17 @@ class Frozen(Stack):
         self.norms = nn.ModuleList(Scaled() for _ in range(4))
         self.layers.requires_grad_(False)
         self.norms.requires_grad_(False)
+        self.keeps = False
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x = self.begin(x)
+        self.kept = []
         for norm, layer in zip(self.norms, self.layers, strict=True):
-            x = x + layer(norm(x))
+            branch = layer(norm(x))
+            x = x + branch
+            if self.keeps:
+                self.kept.append(branch)
+            del branch
             if x.abs().amax() > 1e9:
                 x = x.clamp(-1, 1)
         return F.cross_entropy(self.head(x), y)
@@ -403,8 +409,8 @@ def test_bits_and_budget_of_the_whole_step(name: str, caplog: pytest.LogCaptureF
 def test_layers_that_differ_in_attributes_are_planned_once(rates: bool,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     found, made = [], []
-    search, make = by_parts.ways_of, plan_cache.make_plan
-    monkeypatch.setattr(by_parts, "ways_of", lambda *a, **k: (found.append(a), search(*a, **k))[1])
+    search, make = one_budget.ways_of, plan_cache.make_plan
+    monkeypatch.setattr(one_budget, "ways_of", lambda *a, **k: (found.append(a), search(*a, **k))[1])
     monkeypatch.setattr(plan_cache, "make_plan", lambda *a: (made.append(a), make(*a))[1])
     model = Stack([Numbered(k + 1) for k in range(4)], numpy=True)
     for k, layer in enumerate(model.layers if rates else ()):
@@ -734,6 +740,23 @@ def test_plans_of_frozen_parts_hold_inputs_and_let_go_of_outputs() -> None:
     applied(model, least, tiles="never")
     same_steps(plain, model, plainly)
     assert 0.94 * least <= peak(model, plainly, 0) <= least
+
+
+@pytest.mark.parametrize("share", [0.7, 0.6])
+def test_outputs_that_are_kept_later_have_room_or_a_warning(share: float) -> None:
+    model = Frozen()
+    plain = copy.deepcopy(model)
+    budget = int(share * peak(copy.deepcopy(model), plainly, 0))
+    applied(model, budget, tiles="never")
+    same_steps(plain, model, plainly)
+    assert peak(model, plainly, 0) <= budget
+    model.keeps = True
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        same_steps(plain, model, plainly, range(3 * LATER))
+    over = [str(w.message) for w in said if f"its budget is {budget:,}: " in str(w.message)]
+    taken = peak(model, plainly, 0)
+    assert not over if taken <= budget else len(over) == 1 and f"takes {taken:,} bytes" in over[0]
 
 
 class Again(torch.autograd.Function):
