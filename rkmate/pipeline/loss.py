@@ -318,7 +318,7 @@ class _Submodules(MutableMapping[str, nn.Module | None],    # type: ignore[misc,
 # Which outputs of a model the loss depends on: as the user says, or as the output's form tells.
 
 
-_BY_PRODUCTS = ("past_key_values", "hidden_states", "attentions", "cross_attentions", "mems",
+_BY_PRODUCTS = ("cache", "past_key_values", "hidden_states", "attentions", "cross_attentions", "mems",
                 "encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions",
                 "decoder_hidden_states", "decoder_attentions", "cache_params", "router_logits")
 """Fields of Hugging Face outputs that are by-products of the value that the model is trained by."""

@@ -420,6 +420,22 @@ def test_hugging_face_outputs() -> None:
     assert_same_gradients(model, module, lambda run: run(input_ids=i).logits.pow(2).mean())
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params"])
+def test_caches_are_by_products_of_the_outputs_that_train(name: str) -> None:
+    """Under the names that releases of transformers give them."""
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            keys = self.keys(x).tanh()
+            return {"logits": self.head(keys), name: [(keys, 2 * keys)]}
+
+    model, x = Cached(), torch.randn(4, 8)
+    assert_same_gradients(model, planned(model, x), lambda run: run(x)["logits"].pow(2).mean())
+
+
 class Reading(nn.Module):
     """Layers that all read one input."""
 
