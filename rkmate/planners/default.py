@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rkmate.planners import settings as planner_settings
-from rkmate.planners.chain import ChainSearch, Checkpointing, smallest_of_chain
+from rkmate.planners.chain import CHECKPOINTING, ChainSearch, smallest_of_chain
 from rkmate.planners.finish import finished
 from rkmate.planners.fit import SIMULATIONS, fit
 from rkmate.planners.offload_search import Offloading
@@ -183,7 +183,7 @@ def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
         Entry(save_set, "save-set", frozenset({"deep"}), min(s.save_set_seconds, s.deep_seconds)),
         Entry(save_set, "save-set", DETERMINED, s.save_set_seconds),
         Entry(ChainSearch(s), "rk-rotor", DETERMINED, gap=s.chain_gap, finished=2),
-        Entry(Checkpointing(), "sequential", frozenset({*DETERMINED, "deep"}), gap=s.gap_tolerance),
+        Entry(CHECKPOINTING, "sequential", frozenset({*DETERMINED, "deep"}), gap=s.gap_tolerance),
         Entry(save_set, "save-set", frozenset({"first"}), s.first_seconds, gap=s.wide_gap, after_cut=True),
         Entry(save_set, "save-set", frozenset({"below first"}), max(s.first_seconds, s.save_set_seconds)),
         Entry(save_set, "save-set", frozenset({"below further"}), s.save_set_seconds),

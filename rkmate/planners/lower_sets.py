@@ -8,7 +8,7 @@ is kept in the forward; in the backward, block by block, the rest is computed ag
   Equation (1) is the time that a strategy adds, equation (2) the memory that each block's backward needs.
   Equation (2) is a plain graph's model of memory; a captured graph has saved values, temporaries and
   gradients of its own. So `LowerSetPlanner` asks for strategies at several budgets of that model.
-- `Chen` has checkpoints at every sqrt(n)-th node (Chen et al. 2016, arXiv:1604.06174), as a sequence of lower
+- `CHEN` has checkpoints at every sqrt(n)-th node (Chen et al. 2016, arXiv:1604.06174), as a sequence of lower
   sets (Kusumoto et al., section 2). Chen's heuristic for skip connections: a checkpoint may stand only where
   a single value crosses, so that no skip connection passes by it. Algorithm 3 of that paper chooses
   checkpoints by memory: a segment ends at the first such place after its values have reached b bytes.
@@ -28,7 +28,7 @@ from rkmate.errors import ArgumentError, RkmateError
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.chain import Floats, Ints
 from rkmate.planners.canonical import Canonical, Dag, canonical, members, trained_forward, without_liveness
-from rkmate.planners.protocol import Candidate, Outcome, Problem, best, infeasible, judged
+from rkmate.planners.protocol import Candidate, Fixed, Outcome, Problem, best, infeasible, judged
 
 Family = Literal["exact", "pruned"]
 Centric = Literal["time", "memory"]
@@ -91,7 +91,10 @@ def peak(dag: Dag, sets: Sequence[int]) -> int:
     return result
 
 
-def count_lower_sets(dag: Dag, most_states: int = 50_000) -> int | None:
+MOST_STATES = 50_000
+
+
+def count_lower_sets(dag: Dag) -> int | None:
     """Count the lower sets, including the empty one; None if counting itself is too much work.
 
     Node by node in topological order: of the nodes so far, only those matter that are still read.
@@ -108,7 +111,7 @@ def count_lower_sets(dag: Dag, most_states: int = 50_000) -> int | None:
             for state in with_v:
                 new[state & open_] = new.get(state & open_, 0) + ways
         states = new
-        if len(states) > most_states:
+        if len(states) > MOST_STATES:
             return None
     return sum(states.values())
 
@@ -336,12 +339,6 @@ def _undominated(time: Floats, kept: Floats) -> Ints:
     return order[first]
 
 
-def lower_sets(dag: Dag, budget: int, family: Family = "pruned",
-               centric: Centric = "time") -> LowerSets | None:
-    """Solve one graph for one budget in bytes; see `LowerSetProgram`."""
-    return LowerSetProgram(dag, family).solve(budget, centric)
-
-
 STRATEGY_BUDGETS = 12
 """Budgets of equation (2) that strategies are made for."""
 TIME_STEPS = 500
@@ -456,26 +453,20 @@ def _prefixes(dag: Dag, ends: Sequence[int]) -> list[int]:
     return [*sets, whole] if whole not in sets else sets
 
 
-@dataclass(frozen=True)
-class Chen:
-    """sqrt(n) segments and algorithm 3 with several b; the fastest that fits is taken."""
+def _chen(problem: Problem) -> list[Candidate]:
+    """Return sqrt(n) segments, and those of algorithm 3 with several b."""
+    forward = trained_forward(problem.graph, problem.block_c, problem.pinned)
+    dag = forward.dag
+    whole = (1 << len(dag)) - 1
+    total = dag.bytes(whole)
+    found = {(whole,): "one segment", tuple(sqrt_segments(dag)): "sqrt(n) segments"}
+    for k in range(1, CHEN_BUDGETS + 1):
+        sets = tuple(memory_segments(dag, max(1, total * k // CHEN_BUDGETS)))
+        found.setdefault(sets, f"segments of {total * k // CHEN_BUDGETS} bytes")
+    strategies = [(canonical(problem.graph, forward.whole, forward.lift(sets),
+                             keep_last=last, by_blocks=False), note)
+                  for sets, note in found.items() for last in (True, False)]
+    return [judged(problem, s.order, s.loss_at, note) for s, note in strategies]
 
-    name: str = "chen"
 
-    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
-        """See `rkmate.planners.protocol.Planner.plan`."""
-        def make() -> list[Candidate]:
-            forward = trained_forward(problem.graph, problem.block_c, problem.pinned)
-            dag = forward.dag
-            whole = (1 << len(dag)) - 1
-            total = dag.bytes(whole)
-            found = {(whole,): "one segment", tuple(sqrt_segments(dag)): "sqrt(n) segments"}
-            for k in range(1, CHEN_BUDGETS + 1):
-                sets = tuple(memory_segments(dag, max(1, total * k // CHEN_BUDGETS)))
-                found.setdefault(sets, f"segments of {total * k // CHEN_BUDGETS} bytes")
-            strategies = [(canonical(problem.graph, forward.whole, forward.lift(sets),
-                                     keep_last=last, by_blocks=False), note)
-                          for sets, note in found.items() for last in (True, False)]
-            return [judged(problem, s.order, s.loss_at, note) for s, note in strategies]
-
-        return best(problem.once(self.name, make), budget)
+CHEN = Fixed("chen", _chen)

@@ -261,14 +261,25 @@ def best(candidates: Iterable[Candidate], budget: int, note: str = "") -> Outcom
     return Outcome(winner.schedule, "ok", winner.seconds, note=winner.note or note, ops=winner.ops)
 
 
+@dataclass(frozen=True)
+class Fixed:
+    """A planner whose schedules depend on the problem alone: it takes the fastest that fits."""
+
+    name: str
+    candidates: Callable[[Problem], list[Candidate]]
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        """See `Planner.plan`."""
+        return best(problem.once(self.name, lambda: self.candidates(problem)), budget)
+
+
 SMALLEST_SECONDS = 4.0
 """Seconds that a planner may be asked for smaller and smaller budgets: an error should not take minutes."""
 SMALLEST_TRIES = 24
 """Number of times that the range is halved, at most."""
 
 
-def smallest(planner: Planner, problem: Problem, above: int, *,
-             seconds: float = SMALLEST_SECONDS) -> Candidate | None:
+def smallest(planner: Planner, problem: Problem, above: int) -> Candidate | None:
     """Return the schedule with the smallest peak that a planner is known to find, to be named where a budget
     is too small; None where it has no schedule at all.
 
@@ -278,7 +289,7 @@ def smallest(planner: Planner, problem: Problem, above: int, *,
     """
     if isinstance(planner, Composed):
         return planner.smallest(problem, above)
-    until = time.perf_counter() + seconds
+    until = time.perf_counter() + SMALLEST_SECONDS
     best: Candidate | None = None
     low, high = above, 2 * max(above, whole_step(problem).peak)
     for _ in range(SMALLEST_TRIES):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
@@ -159,3 +159,17 @@ def stack(layers: int, seed: int = 0) -> Problem:
     graph = training_graph(reads, sizes, times, [i % 3 for i in range(n)], [i % 2 for i in range(n)],
                            [i % 4 == 2 for i in range(n)])
     return problem_of(graph, edges)
+
+
+def plain_graph(reads: Iterable[Iterable[int]], times: Iterable[float],
+                sizes: Iterable[int]) -> CDGraph:
+    """Return a DAG of nodes with one value each, all of which may run again (Checkmate, section 4.1).
+
+    `reads`: for each node, in topological order, the nodes whose values it reads.
+    """
+    names = list(reads)
+    return CDGraph(
+        tuple(DNode(f"v{k}", size) for k, size in enumerate(sizes)),
+        tuple(CNode(f"v{k}", "forward", tuple(inputs), (k,), t)
+              for k, (inputs, t) in enumerate(zip(names, times, strict=True))),
+        len(names)).verify()

@@ -17,7 +17,6 @@ from rkmate.planners.lower_sets import (
     all_lower_sets,
     count_lower_sets,
     estimated_seconds,
-    lower_sets,
     overhead,
     peak,
     pruned_lower_sets,
@@ -67,7 +66,7 @@ def test_families_and_equations(name: str) -> None:
 def test_exact_refuses_what_it_cannot_enumerate() -> None:
     wide = Dag((1.0,) * 40, (1,) * 40, ())
     with pytest.raises(TooManyLowerSets, match=r"1,099,511,627,776 lower sets") as error:
-        lower_sets(wide, 10, "exact")
+        LowerSetProgram(wide, "exact")
     assert error.value.count == 2**40
 
 
