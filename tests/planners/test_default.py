@@ -116,7 +116,7 @@ def test_the_first_budget_is_looked_at_for_longer() -> None:
     own.plan(problem, high)
     assert kept.limits == []
     own.plan(problem, (low + high) // 2)
-    own.further(problem, low)
+    own.plan(problem, low, known=())
     assert kept.limits == [0.0, 0.2, 0.0]
 
 
@@ -129,7 +129,7 @@ def test_further_budgets_of_deep_graphs() -> None:
     for k in (1, 3, 5):
         budget = low + (high - low) * k // 6
         kept.limits.clear()
-        alone = own.further(problem, budget)
+        alone = own.plan(problem, budget, known=())
         assert kept.limits == [0.1]
         assert alone.schedule is not None and problem.simulate(alone.schedule).peak <= budget
         chain = ChainSearch(deep, tries=5, count=1, quick=True).plan(problem, budget)
