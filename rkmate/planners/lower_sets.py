@@ -44,51 +44,7 @@ KEPT_SETS = 4000
 
 
 class TooManyLowerSets(RkmateError):
-    """The exact program would not end in reasonable time.
-
-    ``count`` is the number of lower sets, None where even counting them takes too long.
-    """
-
-    def __init__(self, message: str, count: int | None) -> None:
-        super().__init__(message)
-        self.count = count
-
-    def __reduce__(self) -> tuple[type[TooManyLowerSets], tuple[str, int | None]]:
-        return type(self), (str(self), self.count)
-
-
-@dataclass(frozen=True)
-class LowerSets:
-    """A canonical strategy."""
-
-    sets: tuple[int, ...]
-    """The increasing lower sets, the last one is V; bits are nodes."""
-    overhead: float
-    """Equation (1): seconds of recomputation."""
-    peak: int
-    """Equation (2): bytes, without liveness analysis."""
-
-
-def overhead(dag: Dag, sets: Sequence[int]) -> float:
-    """Return equation (1) of a sequence, in seconds."""
-    result, before = 0.0, 0
-    for lower in sets:
-        result += dag.time(lower & ~before & ~dag.boundary(lower))
-        before = lower
-    return result
-
-
-def peak(dag: Dag, sets: Sequence[int]) -> int:
-    """Return equation (2) of a sequence, in bytes."""
-    result = kept = before = 0
-    for lower in sets:
-        own = dag.readers(lower) & ~lower
-        others = dag.read(dag.readers(lower)) & ~lower
-        result = max(result, dag.bytes(kept) + 2 * dag.bytes(lower & ~before) + dag.bytes(own)
-                     + dag.bytes(others))
-        kept |= dag.boundary(lower)
-        before = lower
-    return result
+    """The exact program would not end in reasonable time."""
 
 
 MOST_STATES = 50_000
@@ -141,13 +97,12 @@ def refuse_too_many(dag: Dag, time_limit: float, budgets: int = 1) -> None:
     if count is None:
         raise TooManyLowerSets(
             f"this graph of {len(dag)} nodes has more lower sets than can be counted; use the pruned "
-            "family instead", None)
+            "family instead")
     seconds = estimated_seconds(count, budgets)
     if seconds > time_limit:
         raise TooManyLowerSets(
             f"this graph of {len(dag)} nodes has {count:,} lower sets; the exact program would take "
-            f"about {seconds:,.0f} s, and has {time_limit:g} s: give it more, or use the pruned family",
-            count)
+            f"about {seconds:,.0f} s, and has {time_limit:g} s: give it more, or use the pruned family")
 
 
 def pruned_lower_sets(dag: Dag) -> list[int]:
@@ -255,9 +210,9 @@ class LowerSetProgram:
                 kept[k] = (kept[:k] + steps.kept)[usable].min()
         return bool(np.isfinite(kept[-1]))
 
-    def solve(self, budget: int, centric: Centric = "time") -> LowerSets | None:
-        """Return the strategy with the least (`time`) or the greatest (`memory`) overhead whose peak by
-        equation (2) is within `budget` bytes; None when there is none. Section 4.4."""
+    def solve(self, budget: int, centric: Centric = "time") -> tuple[int, ...] | None:
+        """Return the lower sets, in order, of the strategy with the least (`time`) or the greatest (`memory`)
+        overhead whose peak by equation (2) is within `budget` bytes; None when there is none. Section 4.4."""
         if centric not in ("time", "memory"):
             raise ArgumentError(f"centric must be 'time' or 'memory', got {centric!r}")
         sign = 1.0 if centric == "time" else -1.0
@@ -277,8 +232,7 @@ class LowerSetProgram:
         while entry:
             sets.append(self.sets[int(prefixes.last[entry])])
             entry = int(prefixes.origin[entry])
-        sets.reverse()
-        return LowerSets(tuple(sets), overhead(self.dag, sets), peak(self.dag, sets))
+        return tuple(reversed(sets))
 
 
 class _Prefixes:
@@ -379,9 +333,9 @@ class LowerSetPlanner:
         high = 2 * dag.bytes((1 << len(dag)) - 1)    # one block for all: nothing needs more
         found: dict[tuple[int, ...], str] = {((1 << len(dag)) - 1,): "1 lower set"}
         for k in range(STRATEGY_BUDGETS):
-            solution = program.solve(low + (high - low) * k * k // (STRATEGY_BUDGETS - 1) ** 2, self.centric)
-            if solution is not None:
-                found[solution.sets] = f"{len(solution.sets)} lower sets"
+            sets = program.solve(low + (high - low) * k * k // (STRATEGY_BUDGETS - 1) ** 2, self.centric)
+            if sets is not None:
+                found[sets] = f"{len(sets)} lower sets"
         result = []
         for sets, note in found.items():
             for last in (True, False):
