@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rkmate.ilp import OptionSettings, Status, block_options, solve_block
-from rkmate.ilp.grid import budgets, evaluate_option, peak, seconds
+from rkmate.ilp.grid import block_options, budgets, evaluate_option, peak, seconds, solve_block
+from rkmate.ilp.highs import Status
 from rkmate.ilp.model import BlockModel
+from rkmate.ilp.settings import OptionSettings
 from rkmate.ilp.stages import split_stages
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from tests.ilp.bank import random_graph

@@ -15,7 +15,8 @@ from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.pipeline.solve import Solved
 from rkmate.planners.chain import SEQUENTIAL, by_stages
 from rkmate.planners.protocol import Problem, beside_chain, expand
-from rkmate.rotor import fastest, replay
+from rkmate.rotor.replay import replay
+from rkmate.rotor.rk_rotor import fastest
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample, weighted_mean

@@ -39,7 +39,8 @@ from rkmate.planners.dtr_offline import dtr_order
 from rkmate.planners.lower_sets import LowerSetProgram, memory_segments, split_points, sqrt_segments
 from rkmate.planners.protocol import Problem, expand
 from rkmate.planners.registry import planner
-from rkmate.rotor import fastest, replay, solve
+from rkmate.rotor.replay import replay
+from rkmate.rotor.rk_rotor import fastest, solve
 from tests.planners.problems import overhead, peak, plain_graph, problem_of, stack, training_graph
 
 LOWER_SETS = json.loads((Path(__file__).parent / "data" / "lower_sets.json").read_text())
