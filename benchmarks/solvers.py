@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from rkmate.planners.canonical import Dag
 from rkmate.planners.lower_sets import LowerSetProgram
-from rkmate.rotor import RotorChain, rotor
+from rkmate.rotor.rotor import RotorChain, rotor
 
 
 def chain(stages: int) -> RotorChain:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.measure.analytic import analytic_costs
 from rkmate.pipeline import prepare
 from rkmate.pipeline.settings import Settings

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
 from rkmate.graph.passes import table
-from rkmate.ilp import OptionSettings
 from rkmate.ilp import settings as ilp_settings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.pipeline import search
 from rkmate.pipeline.settings import WHEN_TILED
 from rkmate.planners import settings as planner_settings

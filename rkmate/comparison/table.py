@@ -6,7 +6,7 @@ The picture is time against memory, one line a method (Rotor's figure 3, Rockmat
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -71,9 +71,6 @@ class Comparison(Sequence[Row]):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
 
     @property
     def budgets(self) -> tuple[int, ...]:

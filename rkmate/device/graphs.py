@@ -90,4 +90,3 @@ class Recorder:
 def can_record(device: torch.device) -> bool:
     """Return whether work on a device can be recorded."""
     return isinstance(registry.of(device), Cuda)
-

@@ -1,6 +1,6 @@
 """The eviction heuristics: which storage leaves memory next. `HEURISTICS` has all of them by name.
 
-A heuristic gives each storage a score, one by one or for all at once, and evicts the least. The paper is
+A heuristic gives each storage a score, and evicts the least. The paper is
 Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021.
 """
 
@@ -9,200 +9,118 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from rkmate.dtr.neighbourhood import EvictedClasses, EvictedRegions, NoNeighbourhood, Tracker
-from rkmate.dtr.pool import Columns, Node, Pick, Pool, last_minimum
+from rkmate.dtr.neighbourhood import EvictedClasses, EvictedRegions, Tracker
+from rkmate.dtr.pool import Columns, Pick, Pool, last_minimum
 from rkmate.errors import ArgumentError
-
-Rows = npt.NDArray[np.int64]
-Values = npt.NDArray[np.float64]
 
 
 class Heuristic(Protocol):
     """Chooses the storage to evict next."""
 
-    name: str
-    """The name that the command line and the runtime take."""
+    @property
+    def name(self) -> str:
+        """The name that the command line and the runtime take."""
 
-    def tracker(self, columns: Columns) -> Tracker:
-        """Return the neighbourhood whose costs this heuristic reads from ``columns.around``."""
+    @property
+    def tracker(self) -> Callable[[Columns], Tracker]:
+        """Makes the neighbourhood whose costs this heuristic reads from ``columns.around``."""
 
     def choose(self, pool: Pool, columns: Columns, clock: int) -> Pick:
         """Return the member of ``pool`` to evict; the pool is not empty."""
 
 
-class Ratio:
-    """A heuristic whose score is a quotient; the least score is evicted.
+class Numbers(NamedTuple):
+    """Numbers that a score is made of: exact ones of one storage, or arrays with those of several."""
 
-    A subclass gives both parts twice: for one storage in exact Python numbers, and for rows of
-    the columns at once.
-    """
+    cost: Any
+    around: Any
+    """Cost of the neighbourhood."""
+    size: Any
+    last_access: Any
+    clock: int
+
+    @property
+    def staleness(self) -> Any:
+        """Time since the last access."""
+        return self.clock - self.last_access
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A heuristic whose score is a quotient; the least score is evicted."""
 
     name: str
-
-    def parts(self, node: Node, around: int, clock: int) -> tuple[float, float]:
-        """Return numerator and denominator for one storage. ``around``: the cost of its neighbourhood."""
-        raise NotImplementedError
-
-    def columns(self, columns: Columns, rows: Rows, clock: int) -> tuple[Values, Values]:
-        """Return numerators and denominators for ``rows``."""
-        raise NotImplementedError
+    tracker: Callable[[Columns], Tracker]
+    parts: Callable[[Numbers], tuple[Any, Any]]
+    """Numerator and denominator."""
 
     def choose(self, pool: Pool, columns: Columns, clock: int) -> Pick:
         """Return the least score in ``pool``, as a scan in insertion order finds it."""
         rows = pool.rows()
-        numerator, denominator = self.columns(columns, rows, clock)
 
         def exact(row: int) -> float:
             node = columns.nodes[row]
             assert node is not None
-            above, below = self.parts(node, int(columns.around[row]), clock)
+            above, below = self.parts(Numbers(
+                node.cost, int(columns.around[row]), node.size, node.last_access, clock))
             return above / below if below > 0 else math.inf
 
-        return last_minimum(rows, numerator, denominator, exact)
-
-
-class Full(Ratio):
-    """``(cost(S) + cost of e*(S)) / (size(S) * staleness(S))`` (paper, section 2, appendix C.3)."""
-
-    name = "dtr"
-
-    def tracker(self, columns: Columns) -> Tracker:
-        return EvictedRegions(columns)
-
-    def parts(self, node: Node, around: int, clock: int) -> tuple[float, float]:
-        return node.cost + around, node.size * (clock - node.last_access)
-
-    def columns(self, columns: Columns, rows: Rows, clock: int) -> tuple[Values, Values]:
-        numerator = columns.cost[rows] + columns.around[rows]
-        return numerator, columns.size[rows] * (clock - columns.last_access[rows])
-
-
-class Classes(Full):
-    """``(cost(S) + cost*(S)) / (size(S) * staleness(S))`` (paper, section 4.1, appendix C.3)."""
-
-    name = "dtr-eq"
-
-    def tracker(self, columns: Columns) -> Tracker:
-        return EvictedClasses(columns)
-
-
-class Local(Full):
-    """``cost(S) / (size(S) * staleness(S))`` (paper, section 4.1, appendix C.3)."""
-
-    name = "dtr-local"
-
-    def tracker(self, columns: Columns) -> Tracker:
-        return NoNeighbourhood(columns)
-
-
-class LeastRecentlyUsed(Ratio):
-    """The least last access time, which is the greatest staleness (paper, section 2)."""
-
-    name = "lru"
-
-    def tracker(self, columns: Columns) -> Tracker:
-        return NoNeighbourhood(columns)
-
-    def parts(self, node: Node, around: int, clock: int) -> tuple[float, float]:
-        return node.last_access, 1
-
-    def columns(self, columns: Columns, rows: Rows, clock: int) -> tuple[Values, Values]:
-        return columns.last_access[rows], np.ones(len(rows))
-
-
-class Largest(Ratio):
-    """``1 / size(S)`` (the GreedyRemat heuristic of Kumar et al. 2019; paper, section 2)."""
-
-    name = "size"
-
-    def tracker(self, columns: Columns) -> Tracker:
-        return NoNeighbourhood(columns)
-
-    def parts(self, node: Node, around: int, clock: int) -> tuple[float, float]:
-        return 1, node.size
-
-    def columns(self, columns: Columns, rows: Rows, clock: int) -> tuple[Values, Values]:
-        return np.ones(len(rows)), columns.size[rows]
-
-
-class Neighbourhood(Ratio):
-    """``(cost(S) + cost of e*(S)) / size(S)``: theorem 3.1's heuristic (paper, appendix A.3)."""
-
-    name = "e*"
-
-    def tracker(self, columns: Columns) -> Tracker:
-        return EvictedRegions(columns)
-
-    def parts(self, node: Node, around: int, clock: int) -> tuple[float, float]:
-        return node.cost + around, node.size
-
-    def columns(self, columns: Columns, rows: Rows, clock: int) -> tuple[Values, Values]:
-        return columns.cost[rows] + columns.around[rows], columns.size[rows]
-
-
-class MemorySavingPerSecond(Neighbourhood):
-    """``(cost(S) + cost of S's evicted ancestors) / size(S)`` (Peng et al. 2020; paper, section 2)."""
-
-    name = "msps"
-
-    def tracker(self, columns: Columns) -> Tracker:
-        return EvictedRegions(columns, ancestors_only=True)
+        return last_minimum(rows, *self.parts(Numbers(
+            columns.cost[rows], columns.around[rows], columns.size[rows], columns.last_access[rows], clock)),
+            exact)
 
 
 class Random:
     """A storage drawn evenly from the pool."""
 
     name = "random"
+    tracker = Tracker
 
     def __init__(self, seed: int = 0) -> None:
         self._source = random.Random(seed)
-
-    def tracker(self, columns: Columns) -> Tracker:
-        return NoNeighbourhood(columns)
 
     def choose(self, pool: Pool, columns: Columns, clock: int) -> Pick:
         rows = pool.rows()
         return Pick(int(rows[self._source.randrange(0, len(rows))]), False, 1)
 
 
+def _full(n: Numbers) -> tuple[Any, Any]:
+    """``(cost(S) + cost of the neighbourhood) / (size(S) * staleness(S))``."""
+    return n.cost + n.around, n.size * n.staleness
+
+
+def _per_byte(n: Numbers) -> tuple[Any, Any]:
+    """``(cost(S) + cost of the neighbourhood) / size(S)``."""
+    return n.cost + n.around, n.size
+
+
+_RATIOS = (
+    Ratio("dtr", EvictedRegions, _full),                        # section 2, appendix C.3
+    Ratio("dtr-eq", EvictedClasses, _full),                     # section 4.1, appendix C.3
+    Ratio("dtr-local", Tracker, _full),                         # section 4.1, appendix C.3
+    Ratio("lru", Tracker, lambda n: (n.last_access, 1)),        # section 2: the greatest staleness
+    Ratio("size", Tracker, lambda n: (1, n.size)),              # section 2: GreedyRemat, Kumar et al. 2019
+    Ratio("msps", partial(EvictedRegions, ancestors_only=True), _per_byte),     # section 2: Peng et al. 2020
+    Ratio("e*", EvictedRegions, _per_byte),                     # appendix A.3, theorem 3.1
+)
+"""Sections are the paper's."""
+
+
+def _always(made: Heuristic, seed: int) -> Heuristic:
+    return made
+
+
 HEURISTICS: dict[str, Callable[[int], Heuristic]] = {
-    "dtr": lambda seed: Full(),
-    "dtr-eq": lambda seed: Classes(),
-    "dtr-local": lambda seed: Local(),
-    "lru": lambda seed: LeastRecentlyUsed(),
-    "size": lambda seed: Largest(),
-    "msps": lambda seed: MemorySavingPerSecond(),
-    "e*": lambda seed: Neighbourhood(),
-    "random": lambda seed: Random(seed),
-}
+    **{ratio.name: partial(_always, ratio) for ratio in _RATIOS}, "random": Random}
 """Makers by name; each takes the seed, which only ``random`` uses."""
 
-_ALIASES = {
-    "h_dtr": "dtr",
-    "dtreqclass": "dtr-eq",
-    "dtr_eq": "dtr-eq",
-    "h_dtr-eq": "dtr-eq",
-    "h_dtr_eq": "dtr-eq",
-    "dtrlocal": "dtr-local",
-    "dtr_local": "dtr-local",
-    "h_dtr-local": "dtr-local",
-    "h_dtr_local": "dtr-local",
-    "h_lru": "lru",
-    "largeststorage": "size",
-    "h_size": "size",
-    "h_msps": "msps",
-    "h_e*": "e*",
-    "e-star": "e*",
-    "estar": "e*",
-    "randomstorage": "random",
-    "h_rand": "random",
-    "h_random": "random",
-}
+_ALIASES = {"dtreqclass": "dtr-eq", "dtrlocal": "dtr-local", "largeststorage": "size", "e-star": "e*",
+            "estar": "e*", "randomstorage": "random", "rand": "random"}
+"""Names in the paper and its simulator, without ``h_`` and with ``-`` for ``_``."""
 
 
 def make_heuristic(name: str, seed: int = 0) -> Heuristic:
@@ -213,7 +131,7 @@ def make_heuristic(name: str, seed: int = 0) -> Heuristic:
     """
     if not isinstance(name, str):
         raise ArgumentError(f"heuristic must be a name, not {type(name).__name__}")
-    key = name.lower()
+    key = name.lower().removeprefix("h_").replace("_", "-")
     key = _ALIASES.get(key, key)
     if key not in HEURISTICS:
         raise ArgumentError(f"heuristic {name!r} is unknown; known: {', '.join(HEURISTICS)}")

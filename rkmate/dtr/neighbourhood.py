@@ -2,24 +2,26 @@
 
 A `Tracker` keeps the cost of each storage's evicted neighbourhood. `EvictedRegions` keeps the exact
 neighbourhood e*, evicted ancestors and evicted descendants; `EvictedClasses` approximates it for h_DTR-eq,
-with evicted components in a union-find; `NoNeighbourhood` is for heuristics that look at a storage alone.
+with evicted components in a union-find.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from rkmate.dtr.pool import Columns, EvictedClass, Node, Pool
 
 
-class Tracker(Protocol):
-    """Keeps ``Columns.around``: the cost of each evictable storage's evicted neighbourhood."""
+class Tracker:
+    """Keeps ``Columns.around``: the cost of each evictable storage's evicted neighbourhood. This class leaves
+    each cost at 0, for heuristics that look at a storage alone."""
 
-    accesses: int
-    """Storages visited so far to keep the metadata (paper, appendix D.3)."""
+    def __init__(self, columns: Columns) -> None:
+        self.accesses = 0
+        """Storages visited so far to keep the metadata (paper, appendix D.3)."""
+        self._columns = columns
 
     def appear(self, node: Node) -> None:
         """Note that an operation is pending that will compute ``node`` for the first time."""
@@ -49,40 +51,6 @@ class Tracker(Protocol):
         """Bring the column up to date for the members of ``pool``."""
 
 
-class NoNeighbourhood:
-    """Leaves every neighbourhood's cost at 0."""
-
-    def __init__(self, columns: Columns) -> None:
-        self.accesses = 0
-
-    def appear(self, node: Node) -> None:
-        return
-
-    def link(self, node: Node) -> None:
-        return
-
-    def costlier(self, node: Node) -> None:
-        return
-
-    def born(self, node: Node) -> None:
-        return
-
-    def evict(self, node: Node) -> None:
-        return
-
-    def materialize(self, nodes: Sequence[Node]) -> None:
-        return
-
-    def pin(self, node: Node) -> None:
-        return
-
-    def forget(self, node: Node) -> None:
-        return
-
-    def refresh(self, pool: Pool) -> None:
-        return
-
-
 class _Region:
     """The evicted storages that one resident storage reaches through evicted ones, one way."""
 
@@ -97,7 +65,7 @@ class _Region:
         """Sum of the costs inside."""
 
 
-class EvictedRegions:
+class EvictedRegions(Tracker):
     """The evicted neighbourhood of the paper's appendix C.2, cached as in appendix C.5.
 
     Ancestors and descendants are kept apart. An eviction merges the evicted storage's own region
@@ -107,8 +75,7 @@ class EvictedRegions:
     """
 
     def __init__(self, columns: Columns, *, ancestors_only: bool = False) -> None:
-        self.accesses = 0
-        self._columns = columns
+        super().__init__(columns)
         self._ancestors_only = ancestors_only
         self._down: dict[int, _Region] = {}
         self._up: dict[int, _Region] = {}
@@ -208,9 +175,6 @@ class EvictedRegions:
                     region.cost -= node.cost
                     self._note(above)
 
-    def refresh(self, pool: Pool) -> None:
-        return
-
     def _node(self, row: int) -> Node:
         node = self._columns.nodes[row]
         assert node is not None
@@ -284,11 +248,12 @@ _WIDTH = 4
 _NOTHING = 0
 
 
-class EvictedClasses:
+class EvictedClasses(Tracker):
     """The relaxed neighbourhood of the paper's section 4.1 and appendix C.2.
 
     Edge directions are forgotten. An evicted storage joins its evicted neighbours' classes; a
-    rematerialized one takes its cost out of its class and leaves. Classes never split.
+    rematerialized one takes its cost out of its class and leaves. Classes never split. A class keeps the cost
+    that its member had when it joined.
 
     Each resident storage's row names the few classes next to it, so that a class's cost can change
     without visiting its border: a choice gathers the costs of all candidates in one pass. Rows
@@ -297,8 +262,7 @@ class EvictedClasses:
     """
 
     def __init__(self, columns: Columns) -> None:
-        self.accesses = 0
-        self._columns = columns
+        super().__init__(columns)
         self._stale: set[int] = set()
         self._costs = np.zeros(256)
         self._used = 1
@@ -332,10 +296,6 @@ class EvictedClasses:
             if parent.evicted_class is not None:
                 self._border(parent, self.find(parent.evicted_class))
 
-    def costlier(self, node: Node) -> None:
-        # A class keeps the cost that its member had when it joined.
-        return
-
     def born(self, node: Node) -> None:
         # Resident parents and no children: no class is near, and its row says so already.
         self._room()
@@ -360,10 +320,6 @@ class EvictedClasses:
                         self.find(neighbour.evicted_class).border.add(node.index)
                     elif not neighbour.pinned:
                         self._stale.add(neighbour.index)
-
-    def pin(self, node: Node) -> None:
-        # Its row is not looked at any more.
-        return
 
     def forget(self, node: Node) -> None:
         if node.evicted_class is not None:

@@ -196,8 +196,8 @@ _NEAR = 1e-12
 
 def last_minimum(
     rows: npt.NDArray[np.int64],
-    numerator: npt.NDArray[np.float64],
-    denominator: npt.NDArray[np.float64],
+    numerator: npt.NDArray[np.float64] | int,
+    denominator: npt.NDArray[np.float64] | int,
     exact: Callable[[int], float],
 ) -> Pick:
     """Return the row with the least ``numerator / denominator``, as a scan in pool order finds it.
@@ -216,7 +216,7 @@ def last_minimum(
     least = float(scores.min())
     if least == math.inf:
         return Pick(int(rows[-1]), scanned > 1, scanned)
-    if float(denominator.max()) < _EXACT and float(np.abs(numerator).max()) < _EXACT:
+    if float(np.max(denominator)) < _EXACT and float(np.max(np.abs(numerator))) < _EXACT:
         ties = np.flatnonzero(scores == least)
         return Pick(int(rows[ties[-1]]), len(ties) > 1, scanned)
     best, winner, count = math.inf, -1, 0

@@ -218,4 +218,3 @@ def wrap(model: nn.Module, budget: int | str | None, **options: Any) -> DynamicM
     except TypeError as error:
         raise ArgumentError(f"wrap: {error}") from None
     return DynamicModule(model, given)
-

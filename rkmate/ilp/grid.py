@@ -158,7 +158,7 @@ class _BlockProgram:
         self.settings = settings
         self.stages: BlockStages = split_stages(graph)
         self.save_all = evaluate_option(graph, graph.backward)
-        self.model = BlockModel(self.stages, peak(self.save_all), eager=settings.eager)
+        self.model = BlockModel(self.stages, peak(self.save_all))
         self.highs = Highs(self.model.program, stop)
 
     def solve(self, m_peak: int, m_save: int, *, time_limit: float | None = None,

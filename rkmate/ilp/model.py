@@ -46,7 +46,7 @@ def _unit(graph: CDGraph, save_all_peak: int) -> int:
 class BlockModel:
     """The program of one block. Only the two budgets change between solves."""
 
-    def __init__(self, stages: BlockStages, save_all_peak: int, *, eager: bool = True) -> None:
+    def __init__(self, stages: BlockStages, save_all_peak: int) -> None:
         """Build the program. `save_all_peak`: bytes that the block needs if nothing is recomputed."""
         self.stages = stages
         self.graph: CDGraph = stages.graph
@@ -60,8 +60,6 @@ class BlockModel:
         self._floor = self._units(stages.floor)
         self._variables()
         self._feasibility()
-        if not eager:
-            self._only_for_this_stage()
         for t in range(len(stages.stages)):
             self._memory(t)
         self._saved()
@@ -139,15 +137,6 @@ class BlockModel:
                         # R[t, t'] <= R[t, t''] + S[t, e]
                         i = self._producer(j)
                         self._at_most(0, [(self.R[t, f], 1), (self.R[t, i], -1), (self.S[t, j], -1)])
-
-    def _only_for_this_stage(self) -> None:
-        """Require a reader of each repeated node: its stage's backward node, or another run in the stage."""
-        for t, f in self.R:
-            outputs = self.graph.c[f].outputs
-            if not any(j in self.stages.stages[t].need for j in outputs):
-                uses = dict.fromkeys(self.R[t, u] for j in outputs for u in self._readers[j]
-                                     if (t, u) in self.R)
-                self._at_most(0, [(self.R[t, f], 1), *((u, -1) for u in uses)])
 
     def _alive(self, t: int, j: int, k: int) -> int | None:
         """Return the variable for: d is alive when step k of stage t is about to run, given that it was made

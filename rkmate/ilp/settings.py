@@ -30,9 +30,6 @@ class OptionSettings:
     gap: float = 1e-3
     """Fraction of the block's own time (forward and backward, nothing recomputed) within which a solution
     counts as optimal, if that is proven."""
-    eager: bool = True
-    """Let a stage recompute data that only a later stage reads. The optimum is never worse; the program is
-    somewhat larger."""
 
     def __post_init__(self) -> None:
         if len(self.grid) != 2 or any(not isinstance(n, int) or n < 1 for n in self.grid):

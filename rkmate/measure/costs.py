@@ -8,9 +8,10 @@ like one that was run: the numbers that they would have made are made up. Indice
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,9 +88,7 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
         runner = _Runner(partition, sources, settings, device, None if limit is None else limit(), known)
         last = max((b.index for b in unknown.values()), default=-1)
         walks = 1 + settings.passes * settings.repeats
-        # The traced operations hold the casts that autocast made.
-        with torch.no_grad(), unchanged_random_state(device), \
-                torch.autocast(device.autocast_kind, enabled=False):
+        with _as_traced(device):
             runner.hoisted(hoisted)
             if known_beginning is None:
                 known_beginning = tuple(runner.cost(i) for i in hoisted)
@@ -113,17 +112,30 @@ def measure(partition: Partition, texts: Sequence[str], sources: Mapping[Source,
         costs.update(zip(block.c, found[text], strict=True))
     if any(n.target in (FORWARD, BACKWARD) for n in partition.program.operation):
         runner = _Runner(partition, sources, settings, device, None, {})
-        with torch.no_grad(), unchanged_random_state(device), \
-                torch.autocast(device.autocast_kind, enabled=False):
+        with _as_traced(device):
             runner.hoisted(hoisted)
             inside = runner.opaque_bytes()
-        # Blocks with one text are planned as one, for the most that any of them takes.
-        places = {i: (text, k) for block, text in zip(partition.blocks, texts, strict=True)
-                  for k, i in enumerate(block.c) if i in inside}
-        for i, place in places.items():
-            most = max(inside[n] for n, other in places.items() if other == place)
-            costs[i] = costs[i]._replace(overhead=most)
+        costs |= _with_opaque_bytes(partition, texts, costs, inside)
     return costs
+
+
+@contextlib.contextmanager
+def _as_traced(device: Device) -> Iterator[None]:
+    """Run traced operations inside the context, which hold the casts that autocast made."""
+    with torch.no_grad(), unchanged_random_state(device), torch.autocast(device.autocast_kind, enabled=False):
+        yield
+
+
+def _with_opaque_bytes(partition: Partition, texts: Sequence[str], costs: Costs, inside: Mapping[int, int]
+                       ) -> Costs:
+    """Return costs of the C nodes that take the bytes `inside` of opaque submodules. Blocks with one text are
+    planned as one, for the most that any of them takes."""
+    places = {i: (text, k) for block, text in zip(partition.blocks, texts, strict=True)
+              for k, i in enumerate(block.c) if i in inside}
+    most: dict[tuple[str, int], int] = {}
+    for i, place in places.items():
+        most[place] = max(inside[i], most.get(place, 0))
+    return {i: costs[i]._replace(overhead=most[place]) for i, place in places.items()}
 
 
 def _of_collectives(partition: Partition) -> Costs:

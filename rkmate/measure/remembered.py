@@ -135,4 +135,3 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))
     return kind_of_number(value) if type(value) is float else repr(value)
-

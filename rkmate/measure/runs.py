@@ -204,4 +204,3 @@ def copied_forms(call: functools.partial[Any], there: Collection[int]) -> tuple[
     `there`: addresses of the storages that the call reads."""
     return tuple((tuple(a.shape), a.dtype) for a in pytree.tree_leaves((call.args, call.keywords))
                  if isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() not in there)
-

@@ -14,12 +14,7 @@ from rkmate.device.events import tracking
 from rkmate.errors import ArgumentError
 from rkmate.ir.simulate import Peak
 
-# -- A call ----------------------------------------------------------------------------------------
-#
-# Exact memory of a computation: the greatest number of bytes alive at once.
-
-
-__all__ = ["MeterError", "measure_peak", "tracking"]
+__all__ = ["MeterError", "measure_peak", "measure_step", "tracking"]
 
 T = TypeVar("T")
 
@@ -50,13 +45,6 @@ def measure_peak(fn: Callable[[], T], device: torch.device | str | None = None, 
         Exception: whatever `fn` raises.
     """
     return devices.of("cpu" if device is None else device).measure_peak(fn, timeline=timeline)
-
-
-# -- A training step -------------------------------------------------------------------------------
-#
-# The memory of a whole training step, as a budget counts it.
-
-
 
 
 def measure_step(module: nn.Module, step: Callable[[], T], *, timeline: bool = True) -> Peak[T]:
@@ -100,4 +88,3 @@ def measure_step(module: nn.Module, step: Callable[[], T], *, timeline: bool = T
     finally:
         for p, grad in zip(trained, before, strict=True):
             p.grad = grad
-

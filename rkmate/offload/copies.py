@@ -564,4 +564,3 @@ class CallCopies(ABC, Generic[S]):
 def reason_of(error: BaseException) -> str:
     """Return the reason of an error in words."""
     return str(error.strerror or error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-

@@ -453,4 +453,3 @@ def _parts(extents: list[Extent], size: int, before: int) -> Iterator[_Part]:
             yield _Part(done, some, offset)
             done += some
             offset += -(-some // BLOCK) * BLOCK
-

@@ -108,4 +108,3 @@ class _Waiting(threading.Thread):
         except Exception as error:
             self.error = error
         self.seconds = time.perf_counter() - self._since
-

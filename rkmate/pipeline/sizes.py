@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from rkmate.budget import Budget
 from rkmate.errors import ScheduleError
 from rkmate.graph.blocks.lower import Program
-from rkmate.ilp import OptionSet
-from rkmate.ilp.grid import evaluate_option
+from rkmate.ilp.grid import OptionSet, evaluate_option
 from rkmate.ir.cd import CDGraph, Cost, Kernel
 from rkmate.ir.kernels import by_own_kernels, seconds_to_gain
 from rkmate.ir.schedule import Schedule, from_order

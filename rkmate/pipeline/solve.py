@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from rkmate.graph.blocks.identity import Modules
-from rkmate.ilp import OptionSet, solve_options
-from rkmate.ilp.grid import evaluate_option, lean_options
+from rkmate.ilp.grid import OptionSet, evaluate_option, lean_options
+from rkmate.ilp.solve_all import solve_options
 from rkmate.ir.cd import HOISTED, CDGraph
 from rkmate.ir.chain import Backward, Block, Chain, Forward, Op, Option
 from rkmate.ir.plan import BlockInfo, Run

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rkmate.errors import GraphError, WishError
-from rkmate.ir.cd import CDGraph, CNode, DNode, missing_nodes
+from rkmate.ir.cd import CDGraph, missing_nodes
 from rkmate.ir.schedule import Compute, Free, Schedule, Step, from_order
-from rkmate.ir.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -83,26 +82,6 @@ class Dag:
     def bytes(self, nodes: int) -> int:
         """Return M(S), in bytes."""
         return sum(self.sizes[v] for v in members(nodes))
-
-    def training_graph(self, backward_times: Iterable[float] | None = None) -> CDGraph:
-        """Return forward and backward of this graph, as equation (2) of the paper counts them.
-
-        The gradient of v is made by one node, which reads the gradients of what reads v and the
-        forward values that these were computed from (terms iii and iv); for a sink, v itself.
-        Backward times are 0 unless given. The forward nodes keep their numbers.
-        """
-        n = len(self)
-        back = list(backward_times) if backward_times is not None else [0.0] * n
-        d = [DNode(f"v{v}", self.sizes[v]) for v in range(n)]
-        d += [DNode(f"g{v}", self.sizes[v], "grad") for v in range(n)]
-        c = [CNode(f"f{v}", "forward", tuple(members(self.before[v])), (v,), self.times[v])
-             for v in range(n)]
-        for v in range(n - 1, -1, -1):
-            after = self.after[v]
-            data = members(self.read(after) if after else 1 << v)
-            inputs = (*data, *(n + w for w in members(after)))
-            c.append(CNode(f"b{v}", "backward", inputs, (n + v,), back[v]))
-        return CDGraph(tuple(d), tuple(c), n).verify()
 
 
 def members(nodes: int) -> list[int]:
@@ -183,18 +162,15 @@ def cached(dag: Dag, sets: Sequence[int]) -> int:
 
 
 def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
-              keep_last: bool = False, by_blocks: bool = True,
-              origin: Sequence[int] | None = None) -> Canonical:
+              keep_last: bool = False, by_blocks: bool = True) -> Canonical:
     """Return the order of computations of a sequence of lower sets.
 
     `dag` is the forward of `graph`, node for node (`rkmate.planners.canonical.forward_dag`). `keep_last`:
     the last block's values stay for its backward, which comes next, instead of being computed
     twice in a row. `by_blocks`: the forward runs block after block, as in the paper; otherwise in
-    the graph's order, so that random numbers are drawn as without a plan. `origin`: for each
-    backward node, in order, the forward node whose block it belongs to, and the backward, too, runs
-    block after block; without it, it runs in the graph's order, and a block's backward begins where
-    a node reads values no later than the block's. Nodes of a block that no backward reads,
-    directly or through others, are not computed again.
+    the graph's order, so that random numbers are drawn as without a plan. The backward runs in the
+    graph's order, and a block's backward begins where a node reads values no later than the block's.
+    Nodes of a block that no backward reads, directly or through others, are not computed again.
     """
     kept = cached(dag, sets)
     if keep_last:
@@ -212,17 +188,10 @@ def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
     part = [block[v] for v in order]
     wanted = _wanted(graph, there)
     place = len(blocks)      # the block whose backward runs
-    backward = list(graph.backward)
-    if origin is not None:
-        backward.sort(key=lambda b: -block[origin[b - graph.loss]])
-    for b in backward:
-        if origin is not None:
-            here = block[origin[b - graph.loss]]
-        else:
-            here = max((block[made] for j in graph.c[b].inputs
-                        if (made := graph.producer[j]) is not None and made < graph.loss),
-                       default=place)
-        place = min(place, here)
+    for b in graph.backward:
+        place = min(place, max((block[made] for j in graph.c[b].inputs
+                                if (made := graph.producer[j]) is not None and made < graph.loss),
+                               default=place))
         missing = missing_nodes(graph, graph.c[b].inputs, known=there)
         while missing:
             k = max(block[v] for v in missing)
@@ -256,16 +225,6 @@ def without_liveness(graph: CDGraph, strategy: Canonical, pinned: Iterable[int] 
             k += 1
         steps.append(step)
     return Schedule((*steps, *waiting))
-
-
-def plain_peak(dag: Dag, sets: Sequence[int], *, liveness: bool = True) -> int:
-    """Return the simulated peak, in bytes, of a strategy on a plain graph and its backward
-    (`Dag.training_graph`), with liveness analysis or without. Equation (2) is an upper bound."""
-    graph = dag.training_graph()
-    strategy = canonical(graph, dag, sets, origin=range(len(dag) - 1, -1, -1))
-    if liveness:
-        return simulate(graph, from_order(graph, strategy.order, strategy.loss_at)).peak
-    return simulate(graph, without_liveness(graph, strategy)).peak
 
 
 def _wanted(graph: CDGraph, there: set[int]) -> set[int]:

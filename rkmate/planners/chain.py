@@ -8,7 +8,7 @@
   does (Rotor, section 5.3). Only the input of each segment is kept during the forward, the last segment keeps
   all. The number of segments is the strategy's one parameter.
 - ``save-all``, ``recompute-all``: the two ends of the scale.
-- `Checkpointing`, which the default planner asks: layers that run again as a whole, as under
+- `CHECKPOINTING`, which the default planner asks: layers that run again as a whole, as under
   ``torch.utils.checkpoint``.
 - `ChainSearch`, which the default planner asks: rk-Rotor at several memory limits. What the dynamic program
   counts is never below what the simulator sees, so more than the budget may be asked of it as long as the
@@ -30,6 +30,7 @@ from rkmate.ir.schedule import unmet_wishes
 from rkmate.planners.finish import without_waste
 from rkmate.planners.protocol import (
     Candidate,
+    Fixed,
     Outcome,
     Problem,
     beside_chain,
@@ -40,7 +41,7 @@ from rkmate.planners.protocol import (
     whole_step,
 )
 from rkmate.planners.settings import PlannerSettings
-from rkmate.rotor.rk_rotor import Least, Table, fastest, least, minimum, solve
+from rkmate.rotor.rk_rotor import Least, Table, least, minimum, solve
 
 SLACK = 1.1
 """Factor by which the chain's own estimate of the peak may exceed the budget before a sequence is not worth
@@ -66,38 +67,23 @@ def by_stages(problem: Problem) -> Problem:
     return replace(problem, chain=one_option(chain), block_c=block_c)
 
 
-def revolve(chain: Chain, slots: int = 500, slot_bytes: int | None = None) -> Table:
-    """Return the optimal sequence that keeps inputs of blocks only, for every budget in bytes.
-
-    Rotor, section 5.3: the dynamic program of the automatic-differentiation model for
-    heterogeneous chains, made valid by a forward that saves all right before each backward.
-    """
-    return solve(one_option(chain), slots, slot_bytes, keep=False)
-
-
-def rotor(chain: Chain, slots: int = 500, slot_bytes: int | None = None) -> Table:
-    """Return Rotor's optimal sequence for every budget: each block keeps everything or nothing."""
-    return solve(one_option(chain), slots, slot_bytes)
-
-
 @dataclass(frozen=True)
 class ChainProgram:
     """A table over the chain, its sequences judged on the whole graph."""
 
     name: str
-
-    def _problem(self, problem: Problem) -> Problem:
-        return problem if self.name == "rk-rotor" else by_stages(problem)
-
-    def _table(self, chain: Chain) -> Table:
-        if self.name == "rk-rotor":
-            return solve(chain)
-        return rotor(chain) if self.name == "rotor" else revolve(chain)
+    whole_options: bool = False
+    """Whether each block has only the option that keeps all of its data (`by_stages`)."""
+    keep: bool = True
+    """Whether what an option saves may stay while later blocks run. Without it, the dynamic program is that
+    of the automatic-differentiation model (Rotor, section 5.3), made valid by a forward that saves all right
+    before each backward."""
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`."""
-        own = problem.once((self.name, "problem"), lambda: self._problem(problem))
-        table = problem.once((self.name, "table"), lambda: self._table(own.chain))
+        own = problem if not self.whole_options else \
+            problem.once((self.name, "problem"), lambda: by_stages(problem))
+        table = problem.once((self.name, "table"), lambda: solve(own.chain, keep=self.keep))
         estimates = problem.once((self.name, "sequences"), lambda: sorted(
             table.candidates(), key=lambda pair: pair[0].seconds))
         choices = [(cost.seconds, cost.peak_bytes, ops) for cost, ops in estimates]
@@ -136,57 +122,43 @@ def sequential(parts: list[range]) -> list[Op]:
     return result
 
 
-@dataclass(frozen=True)
-class Sequential:
-    """Tries every number of segments, and takes the fastest that fits."""
-
-    name: str = "sequential"
-
-    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
-        """See `rkmate.planners.protocol.Planner.plan`."""
-        def make() -> list[Candidate]:
-            own = by_stages(problem)
-            blocks = len(own.chain)
-            return [judged(own, *expand(own, sequential(segments(blocks, n))), f"{n} segments")
-                    for n in range(1, blocks + 1)]
-
-        return best(problem.once(self.name, make), budget)
+def _equal_segments(problem: Problem) -> list[Candidate]:
+    """Return a schedule for each number of segments."""
+    own = by_stages(problem)
+    blocks = len(own.chain)
+    return [judged(own, *expand(own, sequential(segments(blocks, n))), f"{n} segments")
+            for n in range(1, blocks + 1)]
 
 
-@dataclass(frozen=True)
-class Checkpointing:
-    """Regions that keep their inputs, and run again as a whole in the backward: those that the program
-    checkpoints, and up to `most` blocks of the chain at a time."""
+SEQUENTIAL = Fixed("sequential", _equal_segments)
 
-    most: int = 4
-    name: str = "checkpointing"
-
-    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
-        """See `rkmate.planners.protocol.Planner.plan`."""
-        return best(problem.once(self.name, lambda: self._candidates(problem)), budget)
-
-    def _candidates(self, problem: Problem) -> list[Candidate]:
-        graph, found = problem.graph, []
-        for region in filter(None, (problem.regions, *(
-                self._groups(problem, n) for n in range(1, self.most + 1)))):
-            schedule = checkpointed(graph, region, problem.pinned)
-            if not unmet_wishes(graph, schedule):
-                result = problem.simulate(schedule)
-                found.append(Candidate(schedule, result.peak, result.seconds))
-        return found
-
-    def _groups(self, problem: Problem, size: int) -> tuple[int | None, ...]:
-        """Return, for each C node, the number of its group of `size` blocks."""
-        region: list[int | None] = [None] * len(problem.graph.c)
-        for number, nodes in enumerate(problem.block_c):
-            for i in nodes:
-                region[i] = number // size if i < problem.graph.loss else None
-        return tuple(region)
+MOST_BLOCKS = 4
+"""Blocks of the chain that run again together, at most."""
 
 
-def save_all(chain: Chain) -> list[Op]:
-    """Return the sequence that runs every block once, with its fastest option."""
-    return fastest(chain)
+def _regions(problem: Problem) -> list[Candidate]:
+    """Return schedules that keep the inputs of regions, and run each region again as a whole in the backward:
+    those that the program checkpoints, and up to `MOST_BLOCKS` blocks of the chain at a time."""
+    graph, found = problem.graph, []
+    for region in filter(None, (problem.regions, *(
+            _groups(problem, n) for n in range(1, MOST_BLOCKS + 1)))):
+        schedule = checkpointed(graph, region, problem.pinned)
+        if not unmet_wishes(graph, schedule):
+            result = problem.simulate(schedule)
+            found.append(Candidate(schedule, result.peak, result.seconds))
+    return found
+
+
+def _groups(problem: Problem, size: int) -> tuple[int | None, ...]:
+    """Return, for each C node, the number of its group of `size` blocks."""
+    region: list[int | None] = [None] * len(problem.graph.c)
+    for number, nodes in enumerate(problem.block_c):
+        for i in nodes:
+            region[i] = number // size if i < problem.graph.loss else None
+    return tuple(region)
+
+
+CHECKPOINTING = Fixed("checkpointing", _regions)
 
 
 def recompute_all(chain: Chain) -> list[Op]:
@@ -206,28 +178,9 @@ def recompute_all(chain: Chain) -> list[Op]:
     return result
 
 
-@dataclass(frozen=True)
-class SaveAll:
-    """Runs every computation once, in the graph's order."""
-
-    name: str = "save-all"
-
-    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
-        """See `rkmate.planners.protocol.Planner.plan`."""
-        return best([whole_step(problem)], budget)
-
-
-@dataclass(frozen=True)
-class RecomputeAll:
-    """Recomputes each block from the model's input."""
-
-    name: str = "recompute-all"
-
-    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
-        """See `rkmate.planners.protocol.Planner.plan`."""
-        return best(problem.once(self.name, lambda: [
-            judged(problem, *expand(problem, recompute_all(problem.chain)))]), budget)
-
+SAVE_ALL = Fixed("save-all", lambda problem: [whole_step(problem)])
+RECOMPUTE_ALL = Fixed("recompute-all", lambda problem: [
+    judged(problem, *expand(problem, recompute_all(problem.chain)))])
 
 NOTE = "the chain's dynamic program (rk-Rotor)"
 

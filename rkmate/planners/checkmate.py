@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 from rkmate.errors import ScheduleError
 from rkmate.ilp.highs import Highs, Rows, Solution, Status
-from rkmate.ir.cd import CDGraph, CNode, DNode, missing_nodes
+from rkmate.ir.cd import CDGraph, missing_nodes
 from rkmate.ir.schedule import Schedule, from_order
 from rkmate.ir.simulate import LOSS_SCALARS, simulate
 from rkmate.planners.protocol import (
@@ -367,20 +367,6 @@ class Checkmate:
         return self.highs.solve(time_limit, relax=True)
 
 
-def plain_graph(reads: Iterable[Iterable[int]], times: Iterable[float],
-                sizes: Iterable[int]) -> CDGraph:
-    """Return a DAG of nodes with one value each, all of which may run again (Checkmate, section 4.1).
-
-    `reads`: for each node, in topological order, the nodes whose values it reads.
-    """
-    names = list(reads)
-    return CDGraph(
-        tuple(DNode(f"v{k}", size) for k, size in enumerate(sizes)),
-        tuple(CNode(f"v{k}", "forward", tuple(inputs), (k,), t)
-              for k, (inputs, t) in enumerate(zip(names, times, strict=True))),
-        len(names)).verify()
-
-
 def recompute_of(graph: CDGraph) -> Recompute:
     """Return when forward nodes of a graph of this size may run again."""
     return "any" if len(graph.c) <= SMALL else "after-loss"
@@ -390,6 +376,16 @@ def program_of(problem: Problem) -> Checkmate:
     """Return the program of a captured model; one program serves every budget."""
     return problem.once("checkmate program", lambda: Checkmate(
         problem.graph, recompute_of(problem.graph), problem.pinned, problem.reserve_at_loss))
+
+
+def _too_large(problem: Problem, what: str) -> Outcome | None:
+    """Return the outcome for a problem that is not handed to the solver; None for others."""
+    decisions = problem.once("decisions", lambda: sum(map(len, rerunnable(
+        problem.graph, recompute_of(problem.graph)))))
+    if decisions <= MOST_DECISIONS:
+        return None
+    return Outcome(None, "timeout", math.inf, note=f"not tried: {decisions:,} possible recomputations; the "
+                   f"{what} takes up to {MOST_DECISIONS:,}")
 
 
 @dataclass(frozen=True)
@@ -409,12 +405,8 @@ class CheckmatePlanner:
         least = sum(c.time for c in problem.graph.c)
         if quick.schedule is not None and quick.seconds <= least * (1 + 1e-12):
             return replace(quick, bound=least, note="nothing is recomputed")
-        decisions = problem.once("decisions", lambda: sum(map(len, rerunnable(
-            problem.graph, recompute_of(problem.graph)))))
-        if decisions > MOST_DECISIONS:
-            return Outcome(None, "timeout", math.inf, note=(
-                f"not tried: {decisions:,} possible recomputations; the program takes up to "
-                f"{MOST_DECISIONS:,}"))
+        if (refused := _too_large(problem, "program")) is not None:
+            return refused
         program = program_of(problem)
         left = limit - (time.perf_counter() - start)
         solution = program.solve(budget, time_limit=left, known=quick.schedule)
@@ -489,18 +481,13 @@ class CheckmateRounded:
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
         """See `rkmate.planners.protocol.Planner.plan`. No bound is known: the relaxations are of
         other budgets."""
-        graph = problem.graph
         limit = TIME_LIMIT if time_limit is None else time_limit
         whole = replace(whole_step(problem), note="nothing recomputed")
         if whole.peak <= budget:
             return best((whole,), budget)
         state = problem.once(self.name, Roundings)
-        decisions = problem.once("decisions", lambda: sum(map(len, rerunnable(
-            graph, recompute_of(graph)))))
-        if decisions > MOST_DECISIONS:
-            return Outcome(None, "timeout", float("inf"), note=(
-                f"not tried: {decisions:,} possible recomputations; the relaxation takes up to "
-                f"{MOST_DECISIONS:,}"))
+        if (refused := _too_large(problem, "relaxation")) is not None:
+            return refused
         self._solve(problem, state, budget, limit)
         left = sum(part > state.infeasible and part not in state.found for part in RELAXED_BUDGETS)
         note = f"{left} of {len(RELAXED_BUDGETS)} relaxations not solved in {limit:g} s" if left else ""

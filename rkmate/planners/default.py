@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rkmate.planners import settings as planner_settings
-from rkmate.planners.chain import ChainSearch, Checkpointing, smallest_of_chain
+from rkmate.planners.chain import CHECKPOINTING, ChainSearch, smallest_of_chain
 from rkmate.planners.finish import finished
 from rkmate.planners.fit import SIMULATIONS, fit
 from rkmate.planners.offload_search import Offloading
@@ -43,15 +43,6 @@ TIME_LIMIT = 30.0
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A planner, and when it is asked."""
-
-    planner: Planner
-    always: bool = False
-    """Whether the planner is asked even if no time is left."""
-
-
-@dataclass(frozen=True)
 class Auto:
     """Asks planners in order, until the time is over; says which plan it took, and why."""
 
@@ -64,49 +55,41 @@ class Auto:
     name: str = "auto"
 
     @property
-    def turns(self) -> tuple[Turn, ...]:
+    def _planners(self) -> tuple[Planner, ...]:
         """All planners in order."""
-        return (*map(Turn, self.before), Turn(self.default, always=True), *map(Turn, self.after))
+        return (*self.before, self.default, *self.after)
 
     @property
     def asks(self) -> tuple[str, ...]:
         """See `rkmate.planners.protocol.Composed`."""
-        return tuple(turn.planner.name for turn in self.turns)
+        return tuple(planner.name for planner in self._planners)
 
     def with_settings(self, settings: PlannerSettings) -> Auto:
         """Return a copy of the planner whose default planner has other settings."""
         configured = getattr(self.default, "with_settings", None)
         return self if configured is None else replace(self, default=configured(settings))
 
-    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
-        """See `rkmate.planners.protocol.Planner.plan`. The bound is the default's."""
-        return self._plan(problem, budget, time_limit, None)
-
-    def further(self, problem: Problem, budget: int, *, time_limit: float | None = None,
-                known: Sequence[Candidate] = ()) -> Outcome:
-        """See `rkmate.planners.protocol.Composed`."""
-        return self._plan(problem, budget, time_limit, known)
-
     def smallest(self, problem: Problem, above: int) -> Candidate:
         """See `rkmate.planners.protocol.Composed`."""
         return self.default.smallest(problem, above)
 
-    def _plan(self, problem: Problem, budget: int, time_limit: float | None,
-              known: Sequence[Candidate] | None) -> Outcome:
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None,
+             known: Sequence[Candidate] | None = None) -> Outcome:
+        """See `rkmate.planners.protocol.Composed`. The bound is the default's."""
         limit = TIME_LIMIT if time_limit is None else time_limit
         start = time.perf_counter()
         least = bound = sum(c.time for c in problem.graph.c)
         tried: list[tuple[str, Outcome]] = []
         skipped: list[str] = []
-        for turn in self.turns:
-            planner = turn.planner
+        for planner in self._planners:
             left = max(0.0, limit - (time.perf_counter() - start))
-            if not left and not turn.always:
+            if not left and planner is not self.default:
                 skipped.append(planner.name)
                 continue
-            outcome = ask(planner, problem, budget, time_limit=left, known=known if turn.always else None)
+            outcome = ask(planner, problem, budget, time_limit=left,
+                          known=known if planner is self.default else None)
             tried.append((planner.name, outcome))
-            if turn.always and outcome.bound is not None:
+            if planner is self.default and outcome.bound is not None:
                 bound = max(bound, outcome.bound)
             if outcome.seconds <= least * (1 + 1e-12):
                 break       # nothing is recomputed: no planner can do better
@@ -183,7 +166,7 @@ def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
         Entry(save_set, "save-set", frozenset({"deep"}), min(s.save_set_seconds, s.deep_seconds)),
         Entry(save_set, "save-set", DETERMINED, s.save_set_seconds),
         Entry(ChainSearch(s), "rk-rotor", DETERMINED, gap=s.chain_gap, finished=2),
-        Entry(Checkpointing(), "sequential", frozenset({*DETERMINED, "deep"}), gap=s.gap_tolerance),
+        Entry(CHECKPOINTING, "sequential", frozenset({*DETERMINED, "deep"}), gap=s.gap_tolerance),
         Entry(save_set, "save-set", frozenset({"first"}), s.first_seconds, gap=s.wide_gap, after_cut=True),
         Entry(save_set, "save-set", frozenset({"below first"}), max(s.first_seconds, s.save_set_seconds)),
         Entry(save_set, "save-set", frozenset({"below further"}), s.save_set_seconds),
@@ -215,26 +198,16 @@ class Default:
         """Return a copy of the planner with other settings."""
         return replace(self, settings=settings)
 
-    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
-        """See `rkmate.planners.protocol.Planner.plan`."""
-        return self._any(problem, budget, time_limit, None)
-
-    def further(self, problem: Problem, budget: int, *, time_limit: float | None = None,
-                known: Sequence[Candidate] = ()) -> Outcome:
-        """See `rkmate.planners.protocol.Composed`."""
-        return self._any(problem, budget, time_limit, known)
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None,
+             known: Sequence[Candidate] | None = None) -> Outcome:
+        """See `rkmate.planners.protocol.Composed`. The schedule has copies if the problem has a link."""
+        plan = self._plan if problem.graph.link is None else self._offloading().search
+        return plan(problem, budget, time_limit, known)
 
     def smallest(self, problem: Problem, above: int) -> Candidate:
         """See `rkmate.planners.protocol.Composed`."""
         least = self._smallest if problem.graph.link is None else self._offloading().smallest
         return least(problem)
-
-    def _any(self, problem: Problem, budget: int, time_limit: float | None,
-             known: Sequence[Candidate] | None) -> Outcome:
-        """Plan with copies if the problem has a link, else without."""
-        if problem.graph.link is None:
-            return self._plan(problem, budget, time_limit, known)
-        return self._offloading().search(problem, budget, time_limit, known)
 
     def _offloading(self) -> Offloading:
         settings = self._settings

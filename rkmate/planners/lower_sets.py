@@ -8,7 +8,7 @@ is kept in the forward; in the backward, block by block, the rest is computed ag
   Equation (1) is the time that a strategy adds, equation (2) the memory that each block's backward needs.
   Equation (2) is a plain graph's model of memory; a captured graph has saved values, temporaries and
   gradients of its own. So `LowerSetPlanner` asks for strategies at several budgets of that model.
-- `Chen` has checkpoints at every sqrt(n)-th node (Chen et al. 2016, arXiv:1604.06174), as a sequence of lower
+- `CHEN` has checkpoints at every sqrt(n)-th node (Chen et al. 2016, arXiv:1604.06174), as a sequence of lower
   sets (Kusumoto et al., section 2). Chen's heuristic for skip connections: a checkpoint may stand only where
   a single value crosses, so that no skip connection passes by it. Algorithm 3 of that paper chooses
   checkpoints by memory: a segment ends at the first such place after its values have reached b bytes.
@@ -28,7 +28,7 @@ from rkmate.errors import ArgumentError, RkmateError
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.chain import Floats, Ints
 from rkmate.planners.canonical import Canonical, Dag, canonical, members, trained_forward, without_liveness
-from rkmate.planners.protocol import Candidate, Outcome, Problem, best, infeasible, judged
+from rkmate.planners.protocol import Candidate, Fixed, Outcome, Problem, best, infeasible, judged
 
 Family = Literal["exact", "pruned"]
 Centric = Literal["time", "memory"]
@@ -44,54 +44,13 @@ KEPT_SETS = 4000
 
 
 class TooManyLowerSets(RkmateError):
-    """The exact program would not end in reasonable time.
-
-    ``count`` is the number of lower sets, None where even counting them takes too long.
-    """
-
-    def __init__(self, message: str, count: int | None) -> None:
-        super().__init__(message)
-        self.count = count
-
-    def __reduce__(self) -> tuple[type[TooManyLowerSets], tuple[str, int | None]]:
-        return type(self), (str(self), self.count)
+    """The exact program would not end in reasonable time."""
 
 
-@dataclass(frozen=True)
-class LowerSets:
-    """A canonical strategy."""
-
-    sets: tuple[int, ...]
-    """The increasing lower sets, the last one is V; bits are nodes."""
-    overhead: float
-    """Equation (1): seconds of recomputation."""
-    peak: int
-    """Equation (2): bytes, without liveness analysis."""
+MOST_STATES = 50_000
 
 
-def overhead(dag: Dag, sets: Sequence[int]) -> float:
-    """Return equation (1) of a sequence, in seconds."""
-    result, before = 0.0, 0
-    for lower in sets:
-        result += dag.time(lower & ~before & ~dag.boundary(lower))
-        before = lower
-    return result
-
-
-def peak(dag: Dag, sets: Sequence[int]) -> int:
-    """Return equation (2) of a sequence, in bytes."""
-    result = kept = before = 0
-    for lower in sets:
-        own = dag.readers(lower) & ~lower
-        others = dag.read(dag.readers(lower)) & ~lower
-        result = max(result, dag.bytes(kept) + 2 * dag.bytes(lower & ~before) + dag.bytes(own)
-                     + dag.bytes(others))
-        kept |= dag.boundary(lower)
-        before = lower
-    return result
-
-
-def count_lower_sets(dag: Dag, most_states: int = 50_000) -> int | None:
+def count_lower_sets(dag: Dag) -> int | None:
     """Count the lower sets, including the empty one; None if counting itself is too much work.
 
     Node by node in topological order: of the nodes so far, only those matter that are still read.
@@ -108,7 +67,7 @@ def count_lower_sets(dag: Dag, most_states: int = 50_000) -> int | None:
             for state in with_v:
                 new[state & open_] = new.get(state & open_, 0) + ways
         states = new
-        if len(states) > most_states:
+        if len(states) > MOST_STATES:
             return None
     return sum(states.values())
 
@@ -138,13 +97,12 @@ def refuse_too_many(dag: Dag, time_limit: float, budgets: int = 1) -> None:
     if count is None:
         raise TooManyLowerSets(
             f"this graph of {len(dag)} nodes has more lower sets than can be counted; use the pruned "
-            "family instead", None)
+            "family instead")
     seconds = estimated_seconds(count, budgets)
     if seconds > time_limit:
         raise TooManyLowerSets(
             f"this graph of {len(dag)} nodes has {count:,} lower sets; the exact program would take "
-            f"about {seconds:,.0f} s, and has {time_limit:g} s: give it more, or use the pruned family",
-            count)
+            f"about {seconds:,.0f} s, and has {time_limit:g} s: give it more, or use the pruned family")
 
 
 def pruned_lower_sets(dag: Dag) -> list[int]:
@@ -252,9 +210,9 @@ class LowerSetProgram:
                 kept[k] = (kept[:k] + steps.kept)[usable].min()
         return bool(np.isfinite(kept[-1]))
 
-    def solve(self, budget: int, centric: Centric = "time") -> LowerSets | None:
-        """Return the strategy with the least (`time`) or the greatest (`memory`) overhead whose peak by
-        equation (2) is within `budget` bytes; None when there is none. Section 4.4."""
+    def solve(self, budget: int, centric: Centric = "time") -> tuple[int, ...] | None:
+        """Return the lower sets, in order, of the strategy with the least (`time`) or the greatest (`memory`)
+        overhead whose peak by equation (2) is within `budget` bytes; None when there is none. Section 4.4."""
         if centric not in ("time", "memory"):
             raise ArgumentError(f"centric must be 'time' or 'memory', got {centric!r}")
         sign = 1.0 if centric == "time" else -1.0
@@ -274,8 +232,7 @@ class LowerSetProgram:
         while entry:
             sets.append(self.sets[int(prefixes.last[entry])])
             entry = int(prefixes.origin[entry])
-        sets.reverse()
-        return LowerSets(tuple(sets), overhead(self.dag, sets), peak(self.dag, sets))
+        return tuple(reversed(sets))
 
 
 class _Prefixes:
@@ -336,12 +293,6 @@ def _undominated(time: Floats, kept: Floats) -> Ints:
     return order[first]
 
 
-def lower_sets(dag: Dag, budget: int, family: Family = "pruned",
-               centric: Centric = "time") -> LowerSets | None:
-    """Solve one graph for one budget in bytes; see `LowerSetProgram`."""
-    return LowerSetProgram(dag, family).solve(budget, centric)
-
-
 STRATEGY_BUDGETS = 12
 """Budgets of equation (2) that strategies are made for."""
 TIME_STEPS = 500
@@ -382,9 +333,9 @@ class LowerSetPlanner:
         high = 2 * dag.bytes((1 << len(dag)) - 1)    # one block for all: nothing needs more
         found: dict[tuple[int, ...], str] = {((1 << len(dag)) - 1,): "1 lower set"}
         for k in range(STRATEGY_BUDGETS):
-            solution = program.solve(low + (high - low) * k * k // (STRATEGY_BUDGETS - 1) ** 2, self.centric)
-            if solution is not None:
-                found[solution.sets] = f"{len(solution.sets)} lower sets"
+            sets = program.solve(low + (high - low) * k * k // (STRATEGY_BUDGETS - 1) ** 2, self.centric)
+            if sets is not None:
+                found[sets] = f"{len(sets)} lower sets"
         result = []
         for sets, note in found.items():
             for last in (True, False):
@@ -456,26 +407,20 @@ def _prefixes(dag: Dag, ends: Sequence[int]) -> list[int]:
     return [*sets, whole] if whole not in sets else sets
 
 
-@dataclass(frozen=True)
-class Chen:
-    """sqrt(n) segments and algorithm 3 with several b; the fastest that fits is taken."""
+def _chen(problem: Problem) -> list[Candidate]:
+    """Return sqrt(n) segments, and those of algorithm 3 with several b."""
+    forward = trained_forward(problem.graph, problem.block_c, problem.pinned)
+    dag = forward.dag
+    whole = (1 << len(dag)) - 1
+    total = dag.bytes(whole)
+    found = {(whole,): "one segment", tuple(sqrt_segments(dag)): "sqrt(n) segments"}
+    for k in range(1, CHEN_BUDGETS + 1):
+        sets = tuple(memory_segments(dag, max(1, total * k // CHEN_BUDGETS)))
+        found.setdefault(sets, f"segments of {total * k // CHEN_BUDGETS} bytes")
+    strategies = [(canonical(problem.graph, forward.whole, forward.lift(sets),
+                             keep_last=last, by_blocks=False), note)
+                  for sets, note in found.items() for last in (True, False)]
+    return [judged(problem, s.order, s.loss_at, note) for s, note in strategies]
 
-    name: str = "chen"
 
-    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
-        """See `rkmate.planners.protocol.Planner.plan`."""
-        def make() -> list[Candidate]:
-            forward = trained_forward(problem.graph, problem.block_c, problem.pinned)
-            dag = forward.dag
-            whole = (1 << len(dag)) - 1
-            total = dag.bytes(whole)
-            found = {(whole,): "one segment", tuple(sqrt_segments(dag)): "sqrt(n) segments"}
-            for k in range(1, CHEN_BUDGETS + 1):
-                sets = tuple(memory_segments(dag, max(1, total * k // CHEN_BUDGETS)))
-                found.setdefault(sets, f"segments of {total * k // CHEN_BUDGETS} bytes")
-            strategies = [(canonical(problem.graph, forward.whole, forward.lift(sets),
-                                     keep_last=last, by_blocks=False), note)
-                          for sets, note in found.items() for last in (True, False)]
-            return [judged(problem, s.order, s.loss_at, note) for s, note in strategies]
-
-        return best(problem.once(self.name, make), budget)
+CHEN = Fixed("chen", _chen)

@@ -335,15 +335,13 @@ class Offloaded:
 
 
 def offload(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Collection[int] = (),
-            reserve_at_loss: int = 0, until: float = float("inf"),
-            gaps: Gaps | None = None) -> Offloaded | None:
+            reserve_at_loss: int = 0, until: float = float("inf")) -> Offloaded | None:
     """Return the schedule with copies that keep it within `budget` bytes, waiting as little as is known.
 
     Return None where no copies do, or where the time (`until`, of `time.perf_counter`) is over. `schedule`
-    copies nothing itself; if it fits without copies, it is returned. `gaps`: those of the schedule, where
-    they are known.
+    copies nothing itself; if it fits without copies, it is returned.
     """
-    gaps = gaps or gaps_of(graph, schedule, pinned, reserve_at_loss)
+    gaps = gaps_of(graph, schedule, pinned, reserve_at_loss)
     link = graph.link
     assert link is not None
     if int(gaps.memory.max(initial=0)) <= budget:

@@ -153,10 +153,10 @@ class Composed(Planner, Protocol):
     def asks(self) -> tuple[str, ...]:
         """Names of the planners that it asks."""
 
-    def further(self, problem: Problem, budget: int, *, time_limit: float | None = None,
-                known: Sequence[Candidate] = ()) -> Outcome:
-        """Plan for a further budget of a problem that was planned before: spend less time on it than `plan`,
-        and begin with the fastest of the schedules that are `known` and fit."""
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None,
+             known: Sequence[Candidate] | None = None) -> Outcome:
+        """See `Planner.plan`. `known`: schedules for other budgets of the problem. Unless it is None, spend
+        less time than on a first budget, and begin with the fastest of those that fit."""
 
     def smallest(self, problem: Problem, above: int) -> Candidate:
         """Return the schedule with the smallest peak that it knows, where a budget of `above` bytes is too
@@ -171,8 +171,8 @@ def ask(planner: Planner, problem: Problem, budget: int, *, time_limit: float | 
     `known`: what was found for other budgets of the same problem, None at the first one. One that fits
     and is faster is taken, so that more memory is never slower.
     """
-    if known is not None and isinstance(planner, Composed):
-        outcome = planner.further(problem, budget, time_limit=time_limit, known=known)
+    if isinstance(planner, Composed):
+        outcome = planner.plan(problem, budget, time_limit=time_limit, known=known)
     else:
         outcome = planner.plan(problem, budget, time_limit=time_limit)
     inside = [c for c in known or () if c.peak <= budget]
@@ -261,14 +261,25 @@ def best(candidates: Iterable[Candidate], budget: int, note: str = "") -> Outcom
     return Outcome(winner.schedule, "ok", winner.seconds, note=winner.note or note, ops=winner.ops)
 
 
+@dataclass(frozen=True)
+class Fixed:
+    """A planner whose schedules depend on the problem alone: it takes the fastest that fits."""
+
+    name: str
+    candidates: Callable[[Problem], list[Candidate]]
+
+    def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None) -> Outcome:
+        """See `Planner.plan`."""
+        return best(problem.once(self.name, lambda: self.candidates(problem)), budget)
+
+
 SMALLEST_SECONDS = 4.0
 """Seconds that a planner may be asked for smaller and smaller budgets: an error should not take minutes."""
 SMALLEST_TRIES = 24
 """Number of times that the range is halved, at most."""
 
 
-def smallest(planner: Planner, problem: Problem, above: int, *,
-             seconds: float = SMALLEST_SECONDS) -> Candidate | None:
+def smallest(planner: Planner, problem: Problem, above: int) -> Candidate | None:
     """Return the schedule with the smallest peak that a planner is known to find, to be named where a budget
     is too small; None where it has no schedule at all.
 
@@ -278,7 +289,7 @@ def smallest(planner: Planner, problem: Problem, above: int, *,
     """
     if isinstance(planner, Composed):
         return planner.smallest(problem, above)
-    until = time.perf_counter() + seconds
+    until = time.perf_counter() + SMALLEST_SECONDS
     best: Candidate | None = None
     low, high = above, 2 * max(above, whole_step(problem).peak)
     for _ in range(SMALLEST_TRIES):

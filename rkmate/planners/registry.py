@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from rkmate.errors import ArgumentError
-from rkmate.planners.chain import ChainProgram, RecomputeAll, SaveAll, Sequential
+from rkmate.planners.chain import RECOMPUTE_ALL, SAVE_ALL, SEQUENTIAL, ChainProgram
 from rkmate.planners.checkmate import CheckmatePlanner, CheckmateRounded
 from rkmate.planners.default import Auto, Default
 from rkmate.planners.dtr_offline import DtrOffline
-from rkmate.planners.lower_sets import Chen, LowerSetPlanner
+from rkmate.planners.lower_sets import CHEN, LowerSetPlanner
 from rkmate.planners.protocol import Composed, Planner
 from rkmate.planners.save_set import SaveSet
 from rkmate.planners.settings import PlannerSettings
@@ -21,10 +21,10 @@ _DEFAULT, _CHAIN, _DTR, _LOWER_SETS = Default(), ChainProgram("rk-rotor"), DtrOf
 _SINGLE: tuple[Planner, ...] = (
     _DEFAULT,
     _CHAIN,
-    ChainProgram("rotor"),
-    ChainProgram("revolve"),
-    Sequential(),
-    Chen(),
+    ChainProgram("rotor", whole_options=True),
+    ChainProgram("revolve", whole_options=True, keep=False),
+    SEQUENTIAL,
+    CHEN,
     CheckmatePlanner(starts=(_CHAIN, _DTR, _LOWER_SETS)),
     CheckmateRounded(),
     _LOWER_SETS,
@@ -34,8 +34,8 @@ _SINGLE: tuple[Planner, ...] = (
     LowerSetPlanner("lower-sets-no-liveness", liveness=False),
     _DTR,
     SaveSet(),
-    SaveAll(),
-    RecomputeAll(),
+    SAVE_ALL,
+    RECOMPUTE_ALL,
 )
 _AUTO = ("rk-rotor", "save-set", "rotor", "lower-sets", "lower-sets-memory", "chen", "sequential", "dtr",
          "recompute-all", "checkmate")
@@ -43,7 +43,7 @@ _AUTO = ("rk-rotor", "save-set", "rotor", "lower-sets", "lower-sets-memory", "ch
 time left."""
 
 PLANNERS: dict[str, Planner] = {planner.name: planner for planner in _SINGLE}
-PLANNERS["auto"] = Auto(_DEFAULT, (PLANNERS["save-all"],), tuple(PLANNERS[name] for name in _AUTO))
+PLANNERS["auto"] = Auto(_DEFAULT, (SAVE_ALL,), tuple(PLANNERS[name] for name in _AUTO))
 SENDING = (DEFAULT_PLANNER, "save-set", "auto")
 """Planners that copy data away where it can be sent (`CDGraph.link`); all others only recompute."""
 RENAMED = {"keep-set": "save-set"}

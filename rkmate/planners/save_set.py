@@ -36,7 +36,7 @@ from functools import cached_property
 import numpy as np
 
 from rkmate.ilp.highs import Highs, Rows, Work
-from rkmate.ir.cd import CDGraph
+from rkmate.ir.cd import CDGraph, missing_nodes
 from rkmate.ir.gradients import gradient_memory
 from rkmate.ir.kernels import fastest
 from rkmate.ir.link import Link
@@ -517,14 +517,7 @@ def again(graph: CDGraph, kept: SaveSets, times: Sequence[int], pinned: Iterable
     order: list[int] = []
 
     def make(wanted: Iterable[int]) -> None:
-        todo, runs = list(wanted), set[int]()
-        while todo:
-            j = todo.pop()
-            made = graph.producer[j]
-            if made is not None and made < graph.loss and j not in there and made not in runs:
-                runs.add(made)
-                todo += graph.c[made].inputs
-        for i in sorted(runs):
+        for i in sorted(missing_nodes(graph, wanted, there)):
             order.append(i)
             there.update(graph.c[i].outputs)
 
@@ -532,7 +525,7 @@ def again(graph: CDGraph, kept: SaveSets, times: Sequence[int], pinned: Iterable
     edge, keep = next(edges, (None, frozenset[int]()))
     for b in range(graph.loss, len(graph.c)):
         if b == edge:
-            make(sorted(keep))
+            make(keep)
             there &= keep | always
             edge, keep = next(edges, (None, frozenset[int]()))
         make(graph.c[b].inputs)

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rkmate.errors import GraphError
-from rkmate.ir.chain import Block, Chain, Forward, ForwardPlain, Op, Option
-from rkmate.rotor.replay import deaths
+from rkmate.ir.chain import Block, Chain, Option
 from rkmate.rotor.rk_rotor import Table, solve
 
 
@@ -63,18 +62,3 @@ class RotorChain:
 def rotor(chain: RotorChain, slots: int = 500, slot_bytes: int | None = None) -> Table:
     """Solve a chain for every budget. Budgets include a^0, so C_BP(1, L+1, M - wa[0]) answers M."""
     return solve(chain.chain(), slots, slot_bytes)
-
-
-def paper_names(ops: Sequence[Op]) -> list[str]:
-    """Return a sequence in the paper's words: ``Fall3``, ``B3``, ``Fck1`` (the input stays), ``F0_2``."""
-    gone = deaths(ops)
-    result = []
-    for k, op in enumerate(ops):
-        if isinstance(op, Forward):
-            word = "Fall"
-        elif isinstance(op, ForwardPlain):
-            word = "F0_" if op.block in gone[k] else "Fck"
-        else:
-            word = "B"
-        result.append(f"{word}{op.block + 1}")
-    return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -36,9 +36,6 @@ class Curve(Sequence[Plan]):
 
     def __len__(self) -> int:
         return len(self.plans)
-
-    def __iter__(self) -> Iterator[Plan]:
-        return iter(self.plans)
 
     def with_point(self, name: str, peak_bytes: int, step_seconds: float) -> Curve:
         """Return the curve with a point of another method: its peak in bytes, and seconds of a step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import rkmate
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.pipeline.settings import Settings
 from tests.architectures.bank import ARCHITECTURES, BY_NAME, REFUSED, Architecture
 from tests.capturing import captured_once

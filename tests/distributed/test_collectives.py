@@ -24,7 +24,7 @@ from benchmarks.ranks import Reduced
 from rkmate import device as devices
 from rkmate.errors import RkmateError, sendable
 from rkmate.graph.capture.collectives import CollectiveError, communicates, groups_of, refuse_in_joint
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.measure.runs import Timings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings

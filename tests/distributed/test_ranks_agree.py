@@ -23,7 +23,7 @@ from torch import nn
 
 import rkmate
 from rkmate.device import MeterError
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.measure.runs import Timings
 from rkmate.pipeline.prepare import trace
 from rkmate.pipeline.settings import Settings

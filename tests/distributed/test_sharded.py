@@ -18,7 +18,7 @@ from torch import nn
 
 import rkmate
 from rkmate import device as devices
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
 from rkmate.torch_seam.memory import is_profiling

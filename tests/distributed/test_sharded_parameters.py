@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import rkmate
 from rkmate import device as devices
 from rkmate.distributed import sharding
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
 from rkmate.show.replay import replay

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import rkmate
 from rkmate import device as devices
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
 from tests.distributed.ranks import Found, Net, are_equal, parallel_in_sequence, whole

@@ -8,9 +8,20 @@ from types import SimpleNamespace
 import pytest
 
 from rkmate.errors import ArgumentError
-from rkmate.ilp import OptionSet, OptionSettings, Status, block_options, grid, solve_block
-from rkmate.ilp.grid import evaluate_option, peak, seconds, undominated, without_waste
+from rkmate.ilp import grid
+from rkmate.ilp.grid import (
+    OptionSet,
+    block_options,
+    evaluate_option,
+    peak,
+    seconds,
+    solve_block,
+    undominated,
+    without_waste,
+)
 from rkmate.ilp.heuristic import candidates, evictions, greedy_sets, keep_nothing, recompute_missing
+from rkmate.ilp.highs import Status
+from rkmate.ilp.settings import OptionSettings
 from rkmate.ilp.stages import split_stages
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.chain import Option

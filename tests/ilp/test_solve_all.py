@@ -13,15 +13,11 @@ from pathlib import Path
 import pytest
 
 from rkmate.errors import ArgumentError, RkmateWarning
-from rkmate.ilp import (
-    OptionCache,
-    OptionSettings,
-    block_options,
-    solve_all,
-    solve_options,
-)
-from rkmate.ilp.cache import fingerprint
-from rkmate.ilp.grid import OptionSet
+from rkmate.ilp import solve_all
+from rkmate.ilp.cache import OptionCache, fingerprint
+from rkmate.ilp.grid import OptionSet, block_options
+from rkmate.ilp.settings import OptionSettings
+from rkmate.ilp.solve_all import solve_options
 from rkmate.ir.cd import CDGraph
 from rkmate.support.cache import cache_folder
 from tests.ilp.bank import chain, mlp_half

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rkmate.ilp import OptionSettings, Status
 from rkmate.ilp.grid import _BlockProgram, peak, seconds
+from rkmate.ilp.highs import Status
+from rkmate.ilp.settings import OptionSettings
 from tests.ilp.bank import chain, mlp_half
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from rkmate.budget import Budget
-from rkmate.ilp import OptionSettings, solve_options
 from rkmate.ilp.cache import OptionCache
+from rkmate.ilp.settings import OptionSettings
+from rkmate.ilp.solve_all import solve_options
 from rkmate.pipeline import search as planning
 from rkmate.pipeline import solve as solving
 from rkmate.pipeline.attempts import Planned

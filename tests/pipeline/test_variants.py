@@ -17,7 +17,7 @@ from torch import nn
 import rkmate
 from rkmate.budget import Budget
 from rkmate.device import cpu
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.ir.cd import Kernel
 from rkmate.pipeline import attempts, variants
 from rkmate.pipeline import search as planning

@@ -6,12 +6,24 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
+from hypothesis import strategies as st
+
 from rkmate.errors import ScheduleError
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.link import Link
 from rkmate.ir.schedule import Compute, CopyIn, CopyOut, Leave, Loss, Schedule, Step, from_order
 from rkmate.planners.offload import may_be_sent
 from rkmate.planners.protocol import Problem
+
+links = st.builds(Link, st.sampled_from([0.5, 1.0, 3.0, 20.0]), st.sampled_from([0.5, 1.0, 3.0, 20.0]),
+                  st.sampled_from([0.0, 0.5]), st.sampled_from([0, 2]),
+                  computing_seconds_per_byte=st.sampled_from([0.0, 0.2]))
+
+
+def few_and_many(few: int, many: int) -> pytest.MarkDecorator:
+    """Run a test with few examples, and, among the slow tests, with many."""
+    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
 def linked(problem: Problem, link: Link) -> Problem:

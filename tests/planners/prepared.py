@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.solve import Solved, solve

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
 from rkmate.ilp.grid import evaluate_option, without_waste
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.chain import Block, Chain, Option
+from rkmate.planners.canonical import Dag
 from rkmate.planners.protocol import Problem
 
 
@@ -159,3 +160,39 @@ def stack(layers: int, seed: int = 0) -> Problem:
     graph = training_graph(reads, sizes, times, [i % 3 for i in range(n)], [i % 2 for i in range(n)],
                            [i % 4 == 2 for i in range(n)])
     return problem_of(graph, edges)
+
+
+def plain_graph(reads: Iterable[Iterable[int]], times: Iterable[float],
+                sizes: Iterable[int]) -> CDGraph:
+    """Return a DAG of nodes with one value each, all of which may run again (Checkmate, section 4.1).
+
+    `reads`: for each node, in topological order, the nodes whose values it reads.
+    """
+    names = list(reads)
+    return CDGraph(
+        tuple(DNode(f"v{k}", size) for k, size in enumerate(sizes)),
+        tuple(CNode(f"v{k}", "forward", tuple(inputs), (k,), t)
+              for k, (inputs, t) in enumerate(zip(names, times, strict=True))),
+        len(names)).verify()
+
+
+def overhead(dag: Dag, sets: Sequence[int]) -> float:
+    """Seconds of recomputation of a sequence of lower sets: Kusumoto et al. 2019, equation (1)."""
+    result, before = 0.0, 0
+    for lower in sets:
+        result += dag.time(lower & ~before & ~dag.boundary(lower))
+        before = lower
+    return result
+
+
+def peak(dag: Dag, sets: Sequence[int]) -> int:
+    """Peak in bytes, without liveness analysis: equation (2)."""
+    result = kept = before = 0
+    for lower in sets:
+        own = dag.readers(lower) & ~lower
+        others = dag.read(dag.readers(lower)) & ~lower
+        result = max(result, dag.bytes(kept) + 2 * dag.bytes(lower & ~before) + dag.bytes(own)
+                     + dag.bytes(others))
+        kept |= dag.boundary(lower)
+        before = lower
+    return result

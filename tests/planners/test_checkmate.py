@@ -17,9 +17,9 @@ from rkmate.ilp.highs import Status
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.schedule import from_order, save_all
 from rkmate.ir.simulate import simulate
-from rkmate.planners.checkmate import Checkmate, plain_graph, rerunnable
+from rkmate.planners.checkmate import Checkmate, rerunnable
 from rkmate.planners.registry import planner
-from tests.planners.problems import problem_of, training_graph
+from tests.planners.problems import plain_graph, problem_of, training_graph
 
 DATA = Path(__file__).parent / "data"
 KNOWN = json.loads((DATA / "bruteforce_vs_ilp.json").read_text())

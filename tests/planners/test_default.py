@@ -20,7 +20,7 @@ from rkmate.pipeline.search import make_curve, plan_prepared
 from rkmate.pipeline.settings import Settings
 from rkmate.pipeline.solve import Solved
 from rkmate.planners import default
-from rkmate.planners.chain import ChainSearch, SaveAll, smallest_of_chain
+from rkmate.planners.chain import SAVE_ALL, ChainSearch, smallest_of_chain
 from rkmate.planners.default import Auto, Default
 from rkmate.planners.protocol import Candidate, Outcome, Problem, ask, found_in, infeasible, whole_step
 from rkmate.planners.registry import PLANNERS, planner
@@ -95,7 +95,7 @@ def ends(problem: Problem) -> tuple[int, int]:
 def test_auto_shares_its_time_with_the_default() -> None:
     problem, asked, kept = stack(5), Asked(), Asked()
     quick = PlannerSettings(save_set_seconds=0.6)           # more than it is given
-    auto = Auto(Default(quick, kept), (SaveAll(),), (asked,))
+    auto = Auto(Default(quick, kept), (SAVE_ALL,), (asked,))
     found = auto.plan(problem, sum(ends(problem)) // 2, time_limit=0.25)
     assert found.schedule is not None and found.note.startswith("rockmate: ")
     limit, = kept.limits
@@ -116,7 +116,7 @@ def test_the_first_budget_is_looked_at_for_longer() -> None:
     own.plan(problem, high)
     assert kept.limits == []
     own.plan(problem, (low + high) // 2)
-    own.further(problem, low)
+    own.plan(problem, low, known=())
     assert kept.limits == [0.0, 0.2, 0.0]
 
 
@@ -129,7 +129,7 @@ def test_further_budgets_of_deep_graphs() -> None:
     for k in (1, 3, 5):
         budget = low + (high - low) * k // 6
         kept.limits.clear()
-        alone = own.further(problem, budget)
+        alone = own.plan(problem, budget, known=())
         assert kept.limits == [0.1]
         assert alone.schedule is not None and problem.simulate(alone.schedule).peak <= budget
         chain = ChainSearch(deep, tries=5, count=1, quick=True).plan(problem, budget)

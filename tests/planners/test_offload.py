@@ -14,7 +14,7 @@ from rkmate.ir.simulate import simulate
 from rkmate.planners.offload import Offloaded, Placement, gaps_of, judged_within, offload, without_each
 from rkmate.planners.protocol import Problem, whole_step
 from tests.ir.graphs import line
-from tests.planners.links import linked, sent
+from tests.planners.links import few_and_many, linked, links, sent
 from tests.planners.problems import problem_of, problems, stack, training_graph
 from tests.planners.send_all import send_all
 
@@ -126,32 +126,20 @@ def test_nothing_is_tried_out_when_the_time_is_over(monkeypatch: pytest.MonkeyPa
     assert without_each(placed, 10**6, waits, until=float("inf")) == waits and counted
 
 
-links = st.builds(Link, st.sampled_from([0.5, 1.0, 3.0, 20.0]), st.sampled_from([0.5, 1.0, 3.0, 20.0]),
-                  st.sampled_from([0.0, 0.5]), st.sampled_from([0, 2]),
-                  computing_seconds_per_byte=st.sampled_from([0.0, 0.2]))
+@few_and_many(60, 1500)
+def test_always_legal_and_within_the_budget(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(problems(most=6), links, st.floats(0.0, 1.0))
+    def check(problem: Problem, link: Link, share: float) -> None:
+        problem = linked(problem, link)
+        whole = whole_step(problem)
+        least = gaps_of(problem.graph, whole.schedule, problem.pinned).least + link.buffer_bytes
+        budget = least + int(share * (whole.peak - least))
+        found = passed(problem, budget)
+        assert found is not None and found.simulation.peak <= budget
+        assert found.simulation.seconds >= whole.seconds * (1 - 1e-9)
 
-
-def check_legal(problem: Problem, link: Link, share: float) -> None:
-    problem = linked(problem, link)
-    whole = whole_step(problem)
-    least = gaps_of(problem.graph, whole.schedule, problem.pinned).least + link.buffer_bytes
-    budget = least + int(share * (whole.peak - least))
-    found = passed(problem, budget)
-    assert found is not None and found.simulation.peak <= budget
-    assert found.simulation.seconds >= whole.seconds * (1 - 1e-9)
-
-
-@settings(max_examples=60, deadline=None)
-@given(problems(most=6), links, st.floats(0.0, 1.0))
-def test_always_legal_and_within_the_budget(problem: Problem, link: Link, share: float) -> None:
-    check_legal(problem, link, share)
-
-
-@pytest.mark.slow
-@settings(max_examples=1500, deadline=None)
-@given(problems(most=6), links, st.floats(0.0, 1.0))
-def test_always_legal_and_within_the_budget_many(problem: Problem, link: Link, share: float) -> None:
-    check_legal(problem, link, share)
+    check()
 
 
 def test_gaps_that_push_each_other_out_do_not_take_turns() -> None:

@@ -18,9 +18,8 @@ from rkmate.planners.offload_search import Offloading, smallest_with_copies, wit
 from rkmate.planners.protocol import Candidate, Outcome, Problem, ask, found_in, infeasible, whole_step
 from rkmate.planners.save_set import SaveSet
 from rkmate.planners.settings import PlannerSettings
-from tests.planners.links import best_of_all, linked
+from tests.planners.links import best_of_all, few_and_many, linked, links
 from tests.planners.problems import problem_of, problems, stack, training_graph
-from tests.planners.test_offload import links
 
 AMPLE = 30.0
 ALIKE = 1 + 1e-9
@@ -90,52 +89,38 @@ def test_the_programs_bound_is_one(seed: int, below: int) -> None:
     assert found.bound is not None and found.bound <= min(best, found.seconds) * (1 + 1e-9)
 
 
-def check_with_and_without(problem: Problem, link: Link, share: float) -> None:
-    problem = linked(problem, link)
-    budget = int(share * whole_step(problem).peak)
-    alone = OWN.plan(without_link(problem), budget)
-    both = OWN.plan(problem, budget)
-    assert both.seconds <= alone.seconds * (1 + 1e-9)
-    if both.schedule is not None:
-        assert problem.simulate(both.schedule).peak <= budget
-        assert both.bound is not None and both.bound <= both.seconds * (1 + 1e-9)
-    assert OWN.smallest(problem, 1).peak <= OWN.smallest(without_link(problem), 1).peak
+@few_and_many(8, 500)
+def test_never_slower_than_without_copies(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(problems(most=5), links, st.floats(0.3, 1.0))
+    def check(problem: Problem, link: Link, share: float) -> None:
+        problem = linked(problem, link)
+        budget = int(share * whole_step(problem).peak)
+        alone = OWN.plan(without_link(problem), budget)
+        both = OWN.plan(problem, budget)
+        assert both.seconds <= alone.seconds * (1 + 1e-9)
+        if both.schedule is not None:
+            assert problem.simulate(both.schedule).peak <= budget
+            assert both.bound is not None and both.bound <= both.seconds * (1 + 1e-9)
+        assert OWN.smallest(problem, 1).peak <= OWN.smallest(without_link(problem), 1).peak
+
+    check()
 
 
-@settings(max_examples=8, deadline=None)
-@given(problems(most=5), links, st.floats(0.3, 1.0))
-def test_never_slower_than_without_copies(problem: Problem, link: Link, share: float) -> None:
-    check_with_and_without(problem, link, share)
+@few_and_many(8, 500)
+def test_a_faster_link_is_not_slower(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(problems(most=5), links, st.floats(0.3, 1.0))
+    def check(problem: Problem, link: Link, share: float) -> None:
+        fast = replace(link, out_bytes_per_second=2 * link.out_bytes_per_second,
+                       in_bytes_per_second=2 * link.in_bytes_per_second)
+        slower, faster = linked(problem, link), linked(problem, fast)
+        budget = int(share * whole_step(problem).peak)
+        before = OWN.plan(slower, budget)
+        after = OWN.plan(faster, budget)
+        assert after.seconds <= before.seconds * ALIKE
 
-
-@pytest.mark.slow
-@settings(max_examples=500, deadline=None)
-@given(problems(most=5), links, st.floats(0.3, 1.0))
-def test_never_slower_than_without_copies_five_hundred(problem: Problem, link: Link, share: float) -> None:
-    check_with_and_without(problem, link, share)
-
-
-def check_twice_as_fast(problem: Problem, link: Link, share: float) -> None:
-    fast = replace(link, out_bytes_per_second=2 * link.out_bytes_per_second,
-                   in_bytes_per_second=2 * link.in_bytes_per_second)
-    slower, faster = linked(problem, link), linked(problem, fast)
-    budget = int(share * whole_step(problem).peak)
-    before = OWN.plan(slower, budget)
-    after = OWN.plan(faster, budget)
-    assert after.seconds <= before.seconds * ALIKE
-
-
-@settings(max_examples=8, deadline=None)
-@given(problems(most=5), links, st.floats(0.3, 1.0))
-def test_a_faster_link_is_not_slower(problem: Problem, link: Link, share: float) -> None:
-    check_twice_as_fast(problem, link, share)
-
-
-@pytest.mark.slow
-@settings(max_examples=500, deadline=None)
-@given(problems(most=5), links, st.floats(0.3, 1.0))
-def test_a_faster_link_is_not_slower_five_hundred(problem: Problem, link: Link, share: float) -> None:
-    check_twice_as_fast(problem, link, share)
+    check()
 
 
 def test_where_copies_gain_nothing_the_plan_has_none() -> None:

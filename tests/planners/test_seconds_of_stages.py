@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rkmate
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.pipeline import attempts, prepare
 from rkmate.pipeline import solve as chains
 from rkmate.pipeline.settings import Settings

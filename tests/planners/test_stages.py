@@ -13,9 +13,10 @@ import rkmate
 from rkmate.graph.blocks.cut import cut
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.pipeline.solve import Solved
-from rkmate.planners.chain import Sequential, by_stages, save_all
+from rkmate.planners.chain import SEQUENTIAL, by_stages
 from rkmate.planners.protocol import Problem, beside_chain, expand
-from rkmate.rotor import replay
+from rkmate.rotor.replay import replay
+from rkmate.rotor.rk_rotor import fastest
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, measured_peak
 from tests.models.sample import Sample, weighted_mean
@@ -108,7 +109,7 @@ def test_the_stages_of_other_models_are_their_blocks() -> None:
 def test_the_chain_of_stages_costs_what_the_graph_costs() -> None:
     solved = solved_of(layers(), (torch.randn(64, 16),))
     own = by_stages(solved.problem)
-    ops = save_all(own.chain)
+    ops = fastest(own.chain)
     order, loss_at = expand(own, ops)
     assert order == list(range(len(own.graph.c))) and loss_at == own.graph.loss
     whole = own.simulate(own.schedule(order, loss_at))
@@ -126,7 +127,7 @@ def test_segments_are_those_of_checkpoint_sequential() -> None:
     computations = solved.summary.computations
     again = {}
     for part in (10, 9, 8, 7, 6, 5, 4):
-        outcome = Sequential().plan(problem, solved.prepared.baseline.peak * part // 10)
+        outcome = SEQUENTIAL.plan(problem, solved.prepared.baseline.peak * part // 10)
         if outcome.schedule is not None:
             again[outcome.note] = {int(computations[c].path.split(".")[0])
                                    for c in outcome.schedule.recomputed()}

@@ -4,44 +4,44 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rkmate.errors import ArgumentError, GraphError
-from rkmate.ir.cd import CNode, DNode
+from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.chain import Backward, Forward, ForwardPlain
 from rkmate.ir.recompute import checkpointed
 from rkmate.ir.schedule import Loss, from_order, unmet_wishes
 from rkmate.ir.simulate import simulate
 from rkmate.planners.canonical import (
+    Canonical,
     Dag,
     cached,
     canonical,
     forward_dag,
-    plain_peak,
+    members,
     trained_forward,
     without_liveness,
 )
 from rkmate.planners.chain import (
-    Checkpointing,
+    CHECKPOINTING,
     one_option,
     recompute_all,
-    revolve,
-    rotor,
-    save_all,
     segments,
     sequential,
 )
-from rkmate.planners.checkmate import Checkmate, plain_graph, round_relaxation
+from rkmate.planners.checkmate import Checkmate, round_relaxation
 from rkmate.planners.default import Default
 from rkmate.planners.dtr_offline import dtr_order
 from rkmate.planners.lower_sets import LowerSetProgram, memory_segments, split_points, sqrt_segments
 from rkmate.planners.protocol import Problem, expand
 from rkmate.planners.registry import planner
 from rkmate.rotor.replay import replay
-from tests.planners.problems import problem_of, stack, training_graph
+from rkmate.rotor.rk_rotor import fastest, solve
+from tests.planners.problems import overhead, peak, plain_graph, problem_of, stack, training_graph
 
 LOWER_SETS = json.loads((Path(__file__).parent / "data" / "lower_sets.json").read_text())
 
@@ -72,30 +72,30 @@ def test_layers_that_run_again_as_a_whole() -> None:
     for named, expected in (((), by_blocks), (regions, [own, *by_blocks])):
         here = replace(problem, regions=named)
         for budget in (*(e.peak for e in expected), min(e.peak for e in expected) - 1):
-            outcome = Checkpointing().plan(here, budget)
+            outcome = CHECKPOINTING.plan(here, budget)
             least = min((e.seconds for e in expected if e.peak <= budget), default=math.inf)
             assert outcome.seconds == least
             assert Default().plan(here, budget).seconds <= least
     assert own.seconds < min(e.seconds for e in by_blocks)
     # What the user wants computed again is, and what runs once does.
     wished = replace(problem, graph=replace(graph, once=frozenset(range(4))))
-    outcome = Checkpointing().plan(wished, 10**6)
+    outcome = CHECKPOINTING.plan(wished, 10**6)
     assert outcome.schedule is not None and not unmet_wishes(wished.graph, outcome.schedule)
     forgotten = replace(problem, graph=replace(graph, forgotten=frozenset(graph.outputs)))
-    assert Checkpointing().plan(forgotten, 10**6).schedule is None
+    assert CHECKPOINTING.plan(forgotten, 10**6).schedule is None
 
 
 def test_ends_of_the_scale() -> None:
     chain = stack(4).chain
-    assert replay(chain, save_all(chain)).peak_bytes > replay(chain, recompute_all(chain)).peak_bytes
+    assert replay(chain, fastest(chain)).peak_bytes > replay(chain, recompute_all(chain)).peak_bytes
     ran = [op.block for op in recompute_all(chain)]
     assert ran.count(0) == len(chain) + 1      # a forward for each block, and the backward
 
 
 def test_revolve_is_rotor_without_saving() -> None:
     chain = stack(6).chain
-    with_saving, without = rotor(chain), revolve(chain)
-    top = replay(chain, save_all(one_option(chain))).peak_bytes
+    with_saving, without = (solve(one_option(chain), keep=keep) for keep in (True, False))
+    top = replay(chain, fastest(one_option(chain))).peak_bytes
     for budget in range(without.minimum_bytes, top, 7):
         a, b = with_saving.sequence(budget), without.sequence(budget)
         assert a is not None and b is not None
@@ -116,26 +116,51 @@ def test_split_points_avoid_skip_connections() -> None:
     assert memory_segments(chain_dag(6), 4) == [0b1111, 0b111111]
 
 
+def with_backward(dag: Dag, sets: Sequence[int]) -> CDGraph:
+    """Forward and backward of a graph, as equation (2) of the paper counts them; the backward runs block by
+    block. The gradient of v is made by one node, which reads the gradients of what reads v and the forward
+    values that these were computed from (terms iii and iv); for a sink, v itself."""
+    n = len(dag)
+    d = [DNode(f"v{v}", dag.sizes[v]) for v in range(n)]
+    d += [DNode(f"g{v}", dag.sizes[v], "grad") for v in range(n)]
+    c = [CNode(f"f{v}", "forward", tuple(members(dag.before[v])), (v,), dag.times[v]) for v in range(n)]
+    for v in sorted(range(n), key=lambda v: (sum(s >> v & 1 for s in sets), -v)):
+        after = dag.after[v]
+        data = members(dag.read(after) if after else 1 << v)
+        c.append(CNode(f"b{v}", "backward", (*data, *(n + w for w in members(after))), (n + v,), 0.0))
+    return CDGraph(tuple(d), tuple(c), n).verify()
+
+
+def by_blocks(strategy: Canonical, sets: Sequence[int], graph: CDGraph) -> Canonical:
+    """Let each backward node, and what is computed again for it, belong to the block of its forward node."""
+    part, place = list(strategy.part), 0
+    for k in range(len(part) - 1, strategy.loss_at - 1, -1):
+        if strategy.order[k] >= graph.loss:
+            v = graph.c[strategy.order[k]].outputs[0] - graph.loss
+            place = len(sets) + sum(s >> v & 1 for s in sets)
+        part[k] = place
+    return replace(strategy, part=tuple(part))
+
+
 @pytest.mark.parametrize("name", LOWER_SETS)
 def test_canonical_strategies_run(name: str) -> None:
     """Liveness saves memory, and equation (2) bounds what the strategy really needs."""
     graph = LOWER_SETS[name]["graph"]
     dag = Dag(tuple(graph["T"]), tuple(graph["M"]), tuple(map(tuple, graph["edges"])))
     program = LowerSetProgram(dag, "exact")
-    training = dag.training_graph()
     for more in (0, 3, 8, 20):
-        solution = program.solve(program.minimum_bytes() + more)
-        assert solution is not None
-        live = plain_peak(dag, solution.sets)
-        kept = plain_peak(dag, solution.sets, liveness=False)
-        assert live <= kept <= solution.peak
-        strategy = canonical(training, dag, solution.sets)
+        sets = program.solve(program.minimum_bytes() + more)
+        assert sets is not None
+        training = with_backward(dag, sets)
+        strategy = by_blocks(canonical(training, dag, sets), sets, training)
+        live = simulate(training, from_order(training, strategy.order, strategy.loss_at))
         result = simulate(training, without_liveness(training, strategy))
+        assert live.peak <= result.peak <= peak(dag, sets)
         # The program counts recomputing all that is not cached; some of it no backward reads.
-        assert result.seconds <= dag.time((1 << len(dag)) - 1) + solution.overhead
+        assert result.seconds <= dag.time((1 << len(dag)) - 1) + overhead(dag, sets)
         again = from_order(training, strategy.order, strategy.loss_at).recomputed()
         assert set(again) <= set(range(len(dag))) - {
-            v for v in range(len(dag)) if cached(dag, solution.sets) >> v & 1}
+            v for v in range(len(dag)) if cached(dag, sets) >> v & 1}
         assert set(again.values()) <= {1}
 
 
@@ -172,7 +197,7 @@ def test_a_policy_cut_short_goes_on_at_the_next_call() -> None:
 def test_expand_puts_constants_first_and_the_loss_before_the_first_backward() -> None:
     graph = training_graph([[], [0], [1]], [2, 2, 2], [1, 1, 1], [0] * 3, [0] * 3, [False] * 3)
     problem = problem_of(graph, [1, 2])
-    ops = save_all(problem.chain)
+    ops = fastest(problem.chain)
     assert expand(problem, ops) == ([0, 1, 2, 3, 4, 5], 3)
     d = (*graph.d, DNode("mask", 3))
     constant = CNode("mask", "forward", (), (len(graph.d),))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 
 from rkmate.errors import GraphError
-from rkmate.ir.chain import Backward, Forward, ForwardPlain
-from rkmate.rotor.replay import replay
-from rkmate.rotor.rotor import RotorChain, paper_names, rotor
+from rkmate.ir.chain import Backward, Forward, ForwardPlain, Op
+from rkmate.rotor.replay import deaths, replay
+from rkmate.rotor.rotor import RotorChain, rotor
 
 CASES = json.loads((Path(__file__).parent / "data" / "rotor_chains.json").read_text())["chains"]
 
@@ -54,6 +55,21 @@ def test_known_sequences_replay_to_their_time(case: dict[str, Any]) -> None:
         cost = replay(chain, ops)
         assert paper_names(ops) == example["sequence"]
         assert (cost.seconds, cost.peak_bytes) == (example["time"], example["peak"])
+
+
+def paper_names(ops: Sequence[Op]) -> list[str]:
+    """Return a sequence in the paper's words: ``Fall3``, ``B3``, ``Fck1`` (the input stays), ``F0_2``."""
+    gone = deaths(ops)
+    result = []
+    for k, op in enumerate(ops):
+        if isinstance(op, Forward):
+            word = "Fall"
+        elif isinstance(op, ForwardPlain):
+            word = "F0_" if op.block in gone[k] else "Fck"
+        else:
+            word = "B"
+        result.append(f"{word}{op.block + 1}")
+    return result
 
 
 def big(stages: int, seed: int = 1) -> RotorChain:

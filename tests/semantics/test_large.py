@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rkmate
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.show.plan import Plan
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rkmate
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.pipeline.settings import Settings
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, assert_same_trace, measured_peak, trace_step

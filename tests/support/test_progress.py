@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 import rkmate
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.support.progress import Progress, time_left
 from tests.clocks import NO_CLOCK

@@ -20,14 +20,12 @@ class Buffer(Node):
     names all stay valid. An in-place operation makes a new version, which takes the storage over.
     """
 
-    __slots__ = ("operation", "place", "program", "private", "guard", "counted", "name", "device")
+    __slots__ = ("operation", "program", "private", "guard", "counted", "name", "device")
 
     def __init__(self, index: int, size: int, device: torch.device) -> None:
         super().__init__(index, size)
         self.operation: Operation | None = None
         """The operation that computes the buffer; None if nothing can."""
-        self.place = 0
-        """Position in the operation's ``outputs``."""
         self.program: weakref.ref[torch.UntypedStorage] | None = None
         """The program's storage; None when the program dropped it or wrote over it."""
         self.private: torch.UntypedStorage | None = None

@@ -6,7 +6,6 @@ Inductor compiles each group into as few loops as it can: intermediate results n
 from __future__ import annotations
 
 import functools
-import heapq
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -241,8 +240,7 @@ def computed_again(joint: Joint, fused: Collection[fx.Node], reads: Reads) -> se
         if len(below[node]) > MOST_AGAIN:
             del below[node]
     cheap.intersection_update(below)
-    # The import takes a quarter of a second, and only compiled groups need it.
-    import networkx as nx
+    import networkx as nx  # takes a quarter of a second, and only compiled groups need it
 
     graph = nx.DiGraph()
     todo, seen = list(wanted), set(wanted)
@@ -339,21 +337,14 @@ class _Grower:
 
 def _order(graph: fx.Graph, fused: Collection[fx.Node]) -> list[fx.Node]:
     """Return the operations in an order in which fusable ones come as early as possible."""
-    nodes = list(graph.nodes)
-    number = {n: k for k, n in enumerate(nodes)}
-    missing = {n: len(n.all_input_nodes) for n in nodes}
-    ready = [(n.op == "call_function", is_backward(n), n not in fused, number[n])
-             for n in nodes if not missing[n]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        node = nodes[heapq.heappop(ready)[-1]]
-        order.append(node)
-        for user in node.users:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (True, is_backward(user), user not in fused, number[user]))
-    return order
+    import networkx as nx
+
+    number = {n: k for k, n in enumerate(graph.nodes)}
+    reads = nx.DiGraph()
+    reads.add_nodes_from(number)
+    reads.add_edges_from((n, user) for n in number for user in n.users)
+    return list(nx.lexicographical_topological_sort(reads, lambda n: (
+        n.op == "call_function", is_backward(n), n not in fused, number[n])))
 
 
 # -- The rewrite -----------------------------------------------------------------------------------

@@ -47,19 +47,12 @@ _FIRST |= {
     aten.fill.Tensor: aten.fill_.Tensor, **WRITES,
 }
 # Each element (or row) of the result depends on the same element (or row) of the gradient only.
-_INTO_GRADIENT: dict[Any, tuple[Any, str, int]] = {
-    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input", 0),
-    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input", 0),
-    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input", 0),
-    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input", 0),
-    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input", 0),
-    aten.leaky_relu_backward.default: (aten.leaky_relu_backward.grad_input, "grad_input", 0),
-    aten.elu_backward.default: (aten.elu_backward.grad_input, "grad_input", 0),
-    aten.hardtanh_backward.default: (aten.hardtanh_backward.grad_input, "grad_input", 0),
-}
-_INTO_GRADIENT_BY_ROWS: dict[Any, tuple[Any, str, int]] = {
-    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out", 0),
-    aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input", 0),
+_INTO_GRADIENT = {getattr(aten, n).default: getattr(aten, n).grad_input for n in (
+    "threshold_backward", "gelu_backward", "tanh_backward", "sigmoid_backward", "silu_backward",
+    "leaky_relu_backward", "elu_backward", "hardtanh_backward")}
+_INTO_GRADIENT_BY_ROWS: dict[Any, tuple[Any, str]] = {
+    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out"),
+    aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),
 }
 # Kernels that read a whole row before they write any of it.
 _INTO_INPUT_BY_ROWS = {aten._log_softmax.default: aten._log_softmax.out,
@@ -103,10 +96,9 @@ def in_place_ways(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[I
         if target in COMMUTES and "alpha" not in node.kwargs and len(node.args) == 2:
             ways.append(InPlace(1, _FIRST[target], swapped=True))
     elif target in _INTO_GRADIENT:
-        new, keyword, position = _INTO_GRADIENT[target]
-        ways.append(InPlace(position, new, keyword=keyword))
+        ways.append(InPlace(0, _INTO_GRADIENT[target], keyword="grad_input"))
     elif target in _INTO_GRADIENT_BY_ROWS and node.args[2] in (-1, result.dim() - 1):
-        new, keyword, _ = _INTO_GRADIENT_BY_ROWS[target]
+        new, keyword = _INTO_GRADIENT_BY_ROWS[target]
         if node.args[3] == result.dtype:
             ways.append(InPlace(0, new, keyword=keyword))
     elif target in _INTO_INPUT_BY_ROWS and node.args[1] in (-1, result.dim() - 1) \

@@ -1,4 +1,4 @@
-"""CD graphs by hand and at random, and programs around them without a capture."""
+"""CD graphs by hand, and programs around them without a capture."""
 
 from __future__ import annotations
 
@@ -30,21 +30,6 @@ def chain(n: int) -> list[list[int]]:
 def origins(cd: CDGraph) -> list[int | None]:
     """Of `training_graph`: the last forward node has the first backward node."""
     return [None] * cd.loss + [2 * cd.loss - 1 - i for i in cd.backward]
-
-
-@st.composite
-def graphs(draw: st.DrawFn, most: int = 24) -> CDGraph:
-    """A training graph; its nodes read what was made shortly before."""
-    n = draw(st.integers(2, most))
-    reads: list[list[int]] = [[]]
-    for i in range(1, n):
-        reads.append(sorted(draw(st.sets(st.integers(max(0, i - 3), i - 1), min_size=1, max_size=2))))
-
-    def numbers(low: int, high: int) -> list[int]:
-        return draw(st.lists(st.integers(low, high), min_size=n, max_size=n))
-
-    return training_graph(reads, numbers(1, 6), numbers(1, 5), numbers(0, 3), numbers(0, 2),
-                          draw(st.lists(st.booleans(), min_size=n, max_size=n)))
 
 
 @st.composite

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from rkmate.errors import ArgumentError
 from rkmate.graph.blocks.cut import Blocks, CutSettings, cut
 from rkmate.ir.cd import HOISTED, CDGraph, CNode, DNode
-from tests.graph.blocks.graphs import chain, graphs, origins, settings, trained
+from tests.graph.blocks.graphs import chain, origins, settings, trained
+from tests.ir.graphs import graphs
 
 
 def cut_of(cd: CDGraph, how: CutSettings = CutSettings(), constant: Sequence[int] = (),
@@ -151,7 +152,7 @@ def test_no_cut_where_two_storages_cross_stages() -> None:
 # -- any graph ----------------------------------------------------------------------------
 
 
-@given(cd=graphs(), how=settings(), origin=st.booleans())
+@given(cd=graphs(24), how=settings(), origin=st.booleans())
 def test_any_graph(cd: CDGraph, how: CutSettings, *, origin: bool) -> None:
     found = cut_of(cd, how, origin=origin)
     of, n = found.of, cd.loss

@@ -16,7 +16,8 @@ from rkmate.graph.blocks.partition import cut_stages, partition
 from rkmate.ir.cd import CDGraph, CNode, DNode
 from rkmate.ir.schedule import from_order, save_all
 from rkmate.ir.simulate import simulate
-from tests.graph.blocks.graphs import chain, graphs, program_of, settings, trained
+from tests.graph.blocks.graphs import chain, program_of, settings, trained
+from tests.ir.graphs import graphs
 
 
 def peak(graph: CDGraph, order: Sequence[int] | None = None) -> int:

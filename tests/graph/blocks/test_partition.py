@@ -23,7 +23,8 @@ from rkmate.graph.blocks.partition import (
 from rkmate.ir.cd import HOISTED, CDGraph, DNode
 from rkmate.ir.schedule import save_all
 from rkmate.ir.simulate import simulate
-from tests.graph.blocks.graphs import chain, graphs, program_of, settings, trained
+from tests.graph.blocks.graphs import chain, program_of, settings, trained
+from tests.ir.graphs import graphs
 
 
 def check(parts: Partition) -> None:

@@ -19,7 +19,7 @@ import rkmate
 from rkmate.budget import Budget
 from rkmate.graph.blocks.partition import Partition
 from rkmate.graph.passes.joint import Joint
-from rkmate.ilp import OptionSettings
+from rkmate.ilp.settings import OptionSettings
 from rkmate.measure.analytic import Costs, analytic_costs
 from rkmate.measure.made_up import made_up
 from rkmate.measure.step import measure_peak

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import rkmate
@@ -87,11 +85,10 @@ class Twice(nn.Module):
         return y
 
 
-@given(st.sampled_from(["plain", "no bias", "volumes", "frozen weight", "twice", "first"]),
-       st.sampled_from([1.0, 0.9]), st.integers(0, 100))
-@settings(max_examples=25, deadline=None)
-def test_the_step_is_the_same(which: str, budget: float, seed: int) -> None:
-    torch.manual_seed(seed)
+@pytest.mark.parametrize("budget", [1.0, 0.9])
+@pytest.mark.parametrize("which", ["plain", "no bias", "volumes", "frozen weight", "twice", "first"])
+def test_the_step_is_the_same(which: str, budget: float) -> None:
+    torch.manual_seed(0)
     dims = 3 if which == "volumes" else 2
     model = Twice() if which == "twice" else nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3)) \
         if which == "first" else network(dims, which != "no bias")

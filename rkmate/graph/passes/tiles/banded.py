@@ -14,7 +14,15 @@ from torch import fx
 
 from rkmate.graph.passes.joint import owner_of
 from rkmate.graph.passes.tiles.pieces import Band
-from rkmate.graph.passes.tiles.source import Result, add_product, new_tensor, peak_bytes, statement, steps_of
+from rkmate.graph.passes.tiles.source import (
+    Result,
+    add_product,
+    new_tensor,
+    peak_bytes,
+    products_of,
+    statement,
+    steps_of,
+)
 from rkmate.graph.passes.tiles.tiled import InTiles
 from rkmate.ir.calls import Writer
 from rkmate.torch_seam.nodes import VALUE
@@ -92,7 +100,7 @@ class Banded(InTiles):
     def tile_bytes(self, inside: Callable[[fx.Node], int]) -> int:
         """Return the most bytes in addition to the results: of one tile, and of sums in another type than
         their result's. `inside`: the temporaries of an operation of a tile."""
-        most = max(peak_bytes(run.graph, [n for _, n in _products(self, run)], inside, _held(self, run))
+        most = max(peak_bytes(run.graph, [self.gives[k] for k in run.makes], inside, _held(self, run))
                    for run in self.runs)
         return most + self.sum_bytes(apart=True) + self._carried_bytes
 
@@ -306,7 +314,7 @@ def _inputs(run: TileRun) -> list[fx.Node]:
 
 def _body(banded: Banded, run: TileRun, given: Sequence[str], write: Writer) -> list[str]:
     inputs = _inputs(run)
-    output: Any = next(n for n in run.graph.nodes if n.op == "output").args[0]
+    output: Any = run.graph.output_node().args[0]
     body = [f"{node.name} = {_part(given[k], [tile[k] for tile in run.takes])}"
             for k, node in enumerate(inputs) if given[k] != node.name and node.users]
     known = [n for n in run.graph.nodes if n.op == "placeholder"][len(inputs):]
@@ -317,7 +325,7 @@ def _body(banded: Banded, run: TileRun, given: Sequence[str], write: Writer) -> 
     put = ["add_" if part.is_sum or part.overlaps else "copy_" for part in made]
     at_once = [k for k, n in enumerate(output) if n.op == "placeholder"]
     body += [f"{parts[k]}.{put[k]}({output[k].name})" for k in at_once]
-    fused = {n: parts[k] for k, n in _products(banded, run)}
+    fused = {n: parts[k] for k, n in products_of(run.graph, made).items()}
     held = _held(banded, run)
     for step in steps_of(run.graph, held):
         if step.node in fused:
@@ -329,15 +337,6 @@ def _body(banded: Banded, run: TileRun, given: Sequence[str], write: Writer) -> 
         ends = [n.name for n in step.ends if n not in fused and n not in held]
         body += [f"del {', '.join(ends)}"] if ends else []
     return [*body, *(_put_first(banded, run) if held else [])]
-
-
-def _products(banded: Banded, run: TileRun) -> list[tuple[int, fx.Node]]:
-    """Return the results of a tile that are products, each added to the sum in place."""
-    output: Any = run.graph.output_node().args[0]
-    made = [banded.gives[k] for k in run.makes]
-    return [(k, node) for k, (node, part) in enumerate(zip(output, made, strict=True))
-            if part.is_sum and node.target is aten.mm.default and len(node.users) == 1
-            and node.meta[VALUE].dtype == part.sums_in and output.count(node) == 1]
 
 
 def _sum(k: int, part: Part, node: fx.Node) -> str:

@@ -216,10 +216,10 @@ def _slice(node: fx.Node, band: Band) -> Piece | None:
     return Piece((need,), lambda tile: tile.get(need))
 
 
-def _along(place: int, default: Any = None, *, takes: int = 1, keeps: bool = True) -> CutRule:
-    """Make the rule of what works along the dimensions that argument `place` names. `takes`: how many of the
-    first arguments have these dimensions; `keeps`: whether the result has as many dimensions, unless
-    argument ``place + 1`` says that a reduction keeps its own."""
+def _along(place: int, default: Any = None, *, keeps: bool = True) -> CutRule:
+    """Make the rule of what works along the dimensions of the first argument that argument `place` names.
+    `keeps`: whether the result has as many dimensions, unless argument ``place + 1`` says that a reduction
+    keeps its own."""
     def rule(node: fx.Node, band: Band) -> Piece | None:
         args = arguments(node)
         given: Any = args[place] if len(args) > place else default
@@ -230,8 +230,7 @@ def _along(place: int, default: Any = None, *, takes: int = 1, keeps: bool = Tru
             dim = [d for d in range(rank) if d not in dims][band.dim]
         if not dims or dim in dims:
             return None
-        part = Band(dim, band.start, band.stop)
-        return same(node, [(n, part) for n in dict.fromkeys(args[:takes])])
+        return same(node, [(args[0], Band(dim, band.start, band.stop))])
     return rule
 
 

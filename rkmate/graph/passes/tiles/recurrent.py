@@ -60,18 +60,18 @@ class _Layer:
 
 
 def _layer(operator: Any, gradient: Any, *, states: Sequence[str], batch_first: str | None = None,
-           backwards: str | None = None, whole: str | None = None, output: str = "output",
-           leaving: Sequence[str] = (), of_output: str = "grad_output", of_leaving: Sequence[str],
-           reserve: str, kept: int, of_states: tuple[int, ...]) -> tuple[Any, _Layer]:
+           backwards: str | None = None, whole: str | None = None, leaving: Sequence[str] = (),
+           of_leaving: Sequence[str], reserve: str, kept: int, of_states: tuple[int, ...]
+           ) -> tuple[Any, _Layer]:
     """Return an operator and the places of its arguments, which are given by their names in its schema, or in
     its gradient's."""
     mine, its = ({a.name: k for k, a in enumerate(schema_of(o).arguments)} for o in (operator, gradient))
     first, reads_backwards, has_none = (None if name is None else mine[name]
                                         for name in (batch_first, backwards, whole))
     return operator, _Layer(
-        gradient, kept, tuple(mine[n] for n in states), its[output], tuple(its[n] for n in leaving),
-        its[of_output], tuple(its[n] for n in of_leaving), its[reserve], of_states, first, reads_backwards,
-        has_none)
+        gradient, kept, tuple(mine[n] for n in states), its["output"], tuple(its[n] for n in leaving),
+        its["grad_output"], tuple(its[n] for n in of_leaving), its[reserve], of_states, first,
+        reads_backwards, has_none)
 
 
 _LAYERS: dict[Any, _Layer] = dict((

@@ -181,8 +181,7 @@ def _emit_clone(node: fx.Node, form: int, tile: RowTile) -> fx.Node:
 # -- Rules: along other dimensions -----------------------------------------------------------------
 
 
-def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (),
-           default: Any = None) -> RowRule:
+def _along(by_rows: tuple[int, ...], dim: int, *, default: Any = None) -> RowRule:
     """Work along dimensions (argument `dim`) that are no rows; arguments `by_rows` have rows."""
 
     def dims(node: fx.Node) -> list[int] | None:
@@ -206,7 +205,6 @@ def _along(by_rows: tuple[int, ...], dim: int, *, whole: tuple[int, ...] = (),
                 shape = shape_of(operand)
                 same = tuple(shape[:form]) == shape_of(node)[:form]
                 pairs.append((operand, form if same and lead_of(shape, rows) == form else None))
-        pairs += [(arguments(node)[k], WHOLE) for k in whole if len(arguments(node)) > k]
         return together(pairs)
 
     def emit(node: fx.Node, form: int, tile: RowTile) -> fx.Node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,38 +64,7 @@ def _argument(node: fx.Node, way: InPlace) -> fx.Node:
     return found
 
 
-def peak_bytes(graph: fx.Graph, added: Collection[fx.Node], inside: Callable[[fx.Node], int],
-               held: Collection[fx.Node] = ()) -> int:
-    """Return the most bytes that a tile's own values take at once. `added`: products that are added to their
-    sum in place. `inside`: the temporaries of an operation. `held`: see `steps_of`."""
-    live = peak = 0
-    taken: dict[fx.Node, int] = {}
-    count: dict[fx.Node, int] = {}
-    owner: dict[fx.Node, fx.Node] = {}
-    for step in steps_of(graph, held):
-        node = step.node
-        base = _argument(node, step.way) if step.way is not None else owner_of(node)
-        owner[node] = owner.get(base, base) if base is not node else node
-        if owner[node] is node:
-            taken[node] = 0 if node in added else _bytes(node.meta[VALUE])
-            live += taken[node]
-        count[owner[node]] = count.get(owner[node], 0) + 1
-        peak = max(peak, live + inside(node))
-        for n in step.ends:
-            if n in owner:
-                count[owner[n]] -= 1
-                if not count[owner[n]]:
-                    live -= taken.pop(owner[n], 0)
-    return peak
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return int(value.untyped_storage().nbytes())
-    return 0                                   # several results are counted where they are taken apart
-
-
-# -- Statements ------------------------------------------------------------------------------------
+# -- Results ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -130,6 +99,50 @@ class Give(Result):
     def is_sum(self) -> bool:
         """Whether the tiles' parts are summed up."""
         return not self.lead
+
+
+def products_of(graph: fx.Graph, gives: Sequence[Result]) -> dict[int, fx.Node]:
+    """Return the results of a tile's graph that are sums of products, by number: each product is added to the
+    sum in place."""
+    made: Any = graph.output_node().args[0]
+    return {k: node for k, (node, give) in enumerate(zip(made, gives, strict=True))
+            if give.is_sum and node.target is aten.mm.default and len(node.users) == 1
+            and node.meta[VALUE].dtype == give.sums_in and made.count(node) == 1}
+
+
+def peak_bytes(graph: fx.Graph, gives: Sequence[Result], inside: Callable[[fx.Node], int],
+               held: Collection[fx.Node] = ()) -> int:
+    """Return the most bytes that a tile's own values take at once. `gives`: its results. `inside`: the
+    temporaries of an operation. `held`: see `steps_of`."""
+    added = products_of(graph, gives).values()
+    live = peak = 0
+    taken: dict[fx.Node, int] = {}
+    count: dict[fx.Node, int] = {}
+    owner: dict[fx.Node, fx.Node] = {}
+    for step in steps_of(graph, held):
+        node = step.node
+        base = _argument(node, step.way) if step.way is not None else owner_of(node)
+        owner[node] = owner.get(base, base) if base is not node else node
+        if owner[node] is node:
+            taken[node] = 0 if node in added else _bytes(node.meta[VALUE])
+            live += taken[node]
+        count[owner[node]] = count.get(owner[node], 0) + 1
+        peak = max(peak, live + inside(node))
+        for n in step.ends:
+            if n in owner:
+                count[owner[n]] -= 1
+                if not count[owner[n]]:
+                    live -= taken.pop(owner[n], 0)
+    return peak
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return int(value.untyped_storage().nbytes())
+    return 0                                   # several results are counted where they are taken apart
+
+
+# -- Statements ------------------------------------------------------------------------------------
 
 
 def new_tensor(kind: str, shape: list[int], dtype: torch.dtype, device: torch.device, write: Writer) -> str:

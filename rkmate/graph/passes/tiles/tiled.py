@@ -21,6 +21,7 @@ from rkmate.graph.passes.tiles.source import (
     add_product,
     new_tensor,
     peak_bytes,
+    products_of,
     statement,
     steps_of,
 )
@@ -127,7 +128,7 @@ class Tiled(InTiles):
     def tile_bytes(self, inside: Callable[[fx.Node], int]) -> int:
         """Return the most bytes in addition to the results: of one tile, and of sums in another type than
         their result's. `inside`: the temporaries of an operation of a tile."""
-        return peak_bytes(self.graph, [*_products(self).values()], inside) + self.sum_bytes(apart=True)
+        return peak_bytes(self.graph, self.gives, inside) + self.sum_bytes(apart=True)
 
     def __repr__(self) -> str:
         return f"{self.name}({self.rows} rows in {self.parts} parts)"
@@ -174,7 +175,7 @@ def _compiled(text: str, name: str) -> Callable[..., Any]:
 def _function(tiled: Tiled, name: str, write: Writer) -> str:
     """Return the function's text."""
     inputs = [n for n in tiled.graph.nodes if n.op == "placeholder"][1:]
-    output: Any = next(n for n in tiled.graph.nodes if n.op == "output").args[0]
+    output: Any = tiled.graph.output_node().args[0]
     results = [f"result_{k}" for k in range(len(output))]
     given = [f"all_{n.name}" if lead else n.name for n, lead in zip(inputs, tiled.takes, strict=True)]
     given += [f"into_{k}" for k in tiled.into]
@@ -184,7 +185,7 @@ def _function(tiled: Tiled, name: str, write: Writer) -> str:
         if lead > 1:
             lines.append(f"    all_{node.name} = all_{node.name}.reshape("
                          f"{[tiled.rows, *shape[lead:]]})")
-    fused = _products(tiled)
+    fused = products_of(tiled.graph, tiled.gives)
     lines += [f"    {_start(tiled, k, give, write, fused=k in fused)}" for k, give in enumerate(tiled.gives)]
     body = [f"n = min({tiled.step}, {tiled.rows} - at)"] if tiled.rows % tiled.step \
         else [f"n = {tiled.step}"]
@@ -204,14 +205,6 @@ def _function(tiled: Tiled, name: str, write: Writer) -> str:
     lines += [f"        {line}" for line in body]
     lines.append(f"    return ({', '.join(_end(tiled, k, give) for k, give in enumerate(tiled.gives))},)")
     return "\n".join(lines) + "\n"
-
-
-def _products(tiled: Tiled) -> dict[int, fx.Node]:
-    """Return the results that are sums of products, each added to the sum in place, and these products."""
-    output: Any = next(n for n in tiled.graph.nodes if n.op == "output").args[0]
-    return {k: node for k, (node, give) in enumerate(zip(output, tiled.gives, strict=True))
-            if not give.lead and node.target is aten.mm.default and len(node.users) == 1
-            and node.meta[VALUE].dtype == give.sums_in and output.count(node) == 1}
 
 
 def _start(tiled: Tiled, k: int, give: Give, write: Writer, *, fused: bool) -> str:

@@ -115,6 +115,12 @@ def windows_bytes(node: fx.Node, band: Band, *, cut: bool) -> float:
         node.args[0])[band.dim]
 
 
+def _part_of(tile: Write, made: fx.Node, band: Band, offset: int, length: int) -> fx.Node:
+    """Return what belongs to a part of a result: of `length` elements, those from `offset` on."""
+    return made if (offset, len(band)) == (0, length) else tile.call(
+        aten.slice.Tensor, made, band.dim, offset, offset + len(band))
+
+
 def _transposed(node: fx.Node, band: Band, strides: list[int], pads: list[int], extra: list[int],
                 reach: int) -> Piece | None:
     """Return a transposed convolution for a part of its result: what reaches into the part, without what lies
@@ -137,8 +143,7 @@ def _transposed(node: fx.Node, band: Band, strides: list[int], pads: list[int], 
         args[3][k], args[6][k] = 0, more
         made = tile.call(node.target, tile.get(need), *args)
         offset, whole = first - start * strides[k], (stop - start - 1) * strides[k] + reach + more
-        return made if (offset, len(band)) == (0, whole) else tile.call(
-            aten.slice.Tensor, made, band.dim, offset, offset + len(band))
+        return _part_of(tile, made, band, offset, whole)
 
     return Piece((need, *((n, None) for n in node.args[1:3] if isinstance(n, fx.Node))), write)
 
@@ -146,18 +151,25 @@ def _transposed(node: fx.Node, band: Band, strides: list[int], pads: list[int], 
 # -- Pooling, interpolation, padding ---------------------------------------------------------------
 
 
-def _max_pool(node: fx.Node, band: Band) -> Piece | None:
-    x, kernel, stride, padding, dilation, ceil = arguments(node, (None, None, (), 0, 1, False))
+_MAXIMA = (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+_VOLUMES = (aten.max_pool3d_with_indices.default, aten.avg_pool3d.default)
+
+
+def _pool(node: fx.Node, band: Band) -> Piece | None:
+    """Cut a pooling; averages without padding at the part's edges, and in whole windows only."""
+    maxima, count = node.target in _MAXIMA, 3 if node.target in _VOLUMES else 2
+    x, kernel, stride, padding, *rest = arguments(node, (None, None, (), 0, *(
+        (1, False) if maxima else (False, True, None))))
     shape = shape_of(x)
-    count = 3 if node.target is aten.max_pool3d_with_indices.default else 2
     k = band.dim - (len(shape) - count)
     if k < 0:
         return same(node, [(x, band)])
-    sizes, steps, pads = _per_dim(kernel, count), _per_dim(dilation, count), _per_dim(padding, count)
+    sizes, pads = _per_dim(kernel, count), _per_dim(padding, count)
     strides = _per_dim(stride, count) if stride else sizes
+    steps = _per_dim(rest[0], count) if maxima else [1] * count
     start, stop, before, after = _window(shape[band.dim], band, strides[k], pads[k],
                                          (sizes[k] - 1) * steps[k] + 1)
-    if stop <= start or not value_of(x).is_floating_point():
+    if stop <= start or not (value_of(x).is_floating_point() if maxima else not (before or after or rest[0])):
         return None
     need: Need = x, Band(band.dim, start, stop)
 
@@ -166,29 +178,7 @@ def _max_pool(node: fx.Node, band: Band) -> Piece | None:
         now[k] = 0
         if before or after:
             part = _padded(tile, part, len(shape), band.dim, before, after, -math.inf)
-        return tile.call(node.target, part, sizes, strides, now, steps, ceil)
-
-    return Piece((need,), write)
-
-
-def _average_pool(node: fx.Node, band: Band) -> Piece | None:
-    x, kernel, stride, padding, ceil, *rest = arguments(node, (None, None, (), 0, False, True, None))
-    shape = shape_of(x)
-    count = 3 if node.target is aten.avg_pool3d.default else 2
-    k = band.dim - (len(shape) - count)
-    if k < 0:
-        return same(node, [(x, band)])
-    sizes, pads = _per_dim(kernel, count), _per_dim(padding, count)
-    strides = _per_dim(stride, count) if stride else sizes
-    start, stop, before, after = _window(shape[band.dim], band, strides[k], pads[k], sizes[k])
-    if stop <= start or before or after or ceil:
-        return None
-    need: Need = x, Band(band.dim, start, stop)
-
-    def write(tile: Write) -> fx.Node:
-        now = list(pads)
-        now[k] = 0
-        return tile.call(node.target, tile.get(need), sizes, strides, now, ceil, *rest)
+        return tile.call(node.target, part, sizes, strides, now, steps if maxima else rest[0], *rest[1:])
 
     return Piece((need,), write)
 
@@ -218,9 +208,7 @@ def _upsampled(count: int, *, reach: int) -> CutRule:
             now[k] = (stop - start) * factor
             aligned = [node.args[2]] if reach else []
             made = tile.call(node.target, tile.get(need), now, *aligned, *[None] * count)
-            offset = band.start - start * factor
-            return made if (offset, len(band)) == (0, now[k]) else tile.call(
-                aten.slice.Tensor, made, band.dim, offset, offset + len(band))
+            return _part_of(tile, made, band, band.start - start * factor, now[k])
 
         return Piece((need,), write)
     return rule
@@ -239,9 +227,7 @@ def _pixel_shuffle(node: fx.Node, band: Band) -> Piece | None:
 
     def write(tile: Write) -> fx.Node:
         made = tile.call(node.target, tile.get(need), factor)
-        offset = band.start - start * factor
-        return made if (offset, len(band)) == (0, (stop - start) * factor) else tile.call(
-            aten.slice.Tensor, made, band.dim, offset, offset + len(band))
+        return _part_of(tile, made, band, band.start - start * factor, (stop - start) * factor)
 
     return Piece((need,), write)
 
@@ -268,8 +254,8 @@ def _pad(node: fx.Node, band: Band) -> Piece | None:
 
 RULES: dict[Any, CutRule] = {
     aten.convolution.default: _convolution,
-    aten.max_pool2d_with_indices.default: _max_pool, aten.max_pool3d_with_indices.default: _max_pool,
-    aten.avg_pool2d.default: _average_pool, aten.avg_pool3d.default: _average_pool,
+    aten.max_pool2d_with_indices.default: _pool, aten.max_pool3d_with_indices.default: _pool,
+    aten.avg_pool2d.default: _pool, aten.avg_pool3d.default: _pool,
     aten._adaptive_avg_pool2d.default: _by_images, aten._adaptive_avg_pool3d.default: _by_images,
     aten.upsample_nearest2d.default: _upsampled(2, reach=0),
     aten.upsample_nearest3d.default: _upsampled(3, reach=0),
