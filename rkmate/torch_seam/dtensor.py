@@ -99,7 +99,8 @@ def is_rebuilt_by_hooks(model: nn.Module) -> bool:
     otherwise: those of a DistributedDataParallel with ``device_mesh=`` around tensor parallelism. Inside of
     them, the DTensors are attributes, not parameters."""
     ddp: Any = sys.modules.get("torch.distributed.tensor.parallel.ddp")
-    return ddp is not None and (ddp._reconstruct_dtensor in forward_pre_hooks_of(model).values() or any(
+    hook = getattr(ddp, "_reconstruct_dtensor", None)
+    return hook is not None and (hook in forward_pre_hooks_of(model).values() or any(
         is_dtensor(t) and t.requires_grad for m in model.modules() for t in vars(m).values()))
 
 
