@@ -27,7 +27,7 @@ from rkmate.runtime.kept_plans import Specialization
 from rkmate.runtime.module import PlannedModule
 from rkmate.runtime.segments import Call
 from rkmate.torch_seam.dtensor import is_dtensor, local_part
-from rkmate.torch_seam.modules import flat_gradients, gathered_flat, is_sharded, whole_gradient_type
+from rkmate.torch_seam.modules import flat_gradients, gathered_bytes, is_sharded, whole_gradient_type
 from rkmate.torch_seam.tensors import after_backward, key_of
 
 PATIENCE = 8
@@ -285,8 +285,9 @@ class Exchanges:
     @property
     def gathered(self) -> int:
         """Bytes of the sharded parameters that are gathered now."""
-        found = [p for module, name in self._places if not is_dtensor(p := getattr(module, name))]
-        return sum(p.nbytes for p in (*found, *(p for _, _, p in gathered_flat(self._model))))
+        by_layers: int = sum(p.nbytes for module, name in self._places
+                             if not is_dtensor(p := getattr(module, name)))
+        return by_layers + gathered_bytes(self._model)
 
     def watch(self, call: Call, layer: nn.Module) -> None:
         """Note, after the forward of a planned call, when its backward is over. `layer`: gathered now."""

@@ -68,6 +68,8 @@ def description(model: Any, args: Any, kwargs: Any, settings: Settings, budget: 
     """
     modules, tensors = ([], []) if not isinstance(model, nn.Module) else (
         list(model.named_modules()), [*model.named_parameters(), *model.named_buffers()])
+    # FSDP1 leaves each rank other elements of each parameter.
+    parts = isinstance(model, nn.Module) and bool(ranks_of_flat(model))
     shown = replace(settings, offload=None)
     offload = settings.offload
     leaves = _leaves(args, kwargs)
@@ -78,7 +80,8 @@ def description(model: Any, args: Any, kwargs: Any, settings: Settings, budget: 
             f"{name or 'the model'}: {type(m).__name__}{'' if m.training else ' in eval mode'}{_own(m)}"
             for name, m in modules)],
         "parameters and buffers": [
-            f"{name}: {_tensor(t)}{'' if t.requires_grad else ', frozen'}" for name, t in tensors],
+            f"{name}: {'in parts' if parts else _tensor(t)}{'' if t.requires_grad else ', frozen'}"
+            for name, t in tensors],
         "arguments": [f"{name}: {_tensor(leaf) if isinstance(leaf, torch.Tensor) else _plain(leaf)}"
                       for name, leaf in leaves],
         "types of numbers": [f"the default dtype is {torch.get_default_dtype()}",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rkmate.torch_seam.containers import pytree, tensors_in
-from rkmate.torch_seam.modules import parameters_of
+from rkmate.torch_seam.modules import forward_pre_hooks_of, parameters_of
 from rkmate.torch_seam.tensors import parts_of_sparse
 
 
@@ -92,6 +92,16 @@ def placements_of(model: nn.Module) -> dict[str, int]:
                               in zip(placed(parameter).placements, mesh.shape, names, strict=True))
             found[where] += 1
     return dict(found)
+
+
+def is_rebuilt_by_hooks(model: nn.Module) -> bool:
+    """Return whether hooks around a model's forward make DTensors of parameters that are local parts
+    otherwise: those of a DistributedDataParallel with ``device_mesh=`` around tensor parallelism. Inside of
+    them, the DTensors are attributes, not parameters."""
+    ddp: Any = sys.modules.get("torch.distributed.tensor.parallel.ddp")
+    hook = getattr(ddp, "_reconstruct_dtensor", None)
+    return hook is not None and (hook in forward_pre_hooks_of(model).values() or any(
+        is_dtensor(t) and t.requires_grad for m in model.modules() for t in vars(m).values()))
 
 
 def held_part(tensor: torch.Tensor) -> torch.Tensor:

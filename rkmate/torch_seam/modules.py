@@ -119,6 +119,15 @@ def gathered_flat(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Te
     return [(vars(m), name, parameters_of(m)[name]) for m in module.modules() for name in gathered_names(m)]
 
 
+def gathered_bytes(module: nn.Module) -> int:
+    """Return the bytes of the parameters that FSDP1 has gathered now. With ``NO_SHARD``, a rank holds whole
+    parameters, and nothing is gathered unless it is cast."""
+    found: list[Any] = [t for _, _, t in gathered_flat(module)]
+    bytes_: int = sum(t.nbytes for t in found if t._base is None or t.untyped_storage().data_ptr()
+                      != t._base._local_shard.untyped_storage().data_ptr())
+    return bytes_
+
+
 def flat_gradients(module: nn.Module) -> int:
     """Return the bytes of whole gradients that FSDP1 keeps, because no backward has exchanged them
     (``no_sync``): they are larger than the parameters. Of those that are gathered now, the flat parameter has

@@ -18,6 +18,7 @@ from rkmate import device as devices
 from rkmate.ilp.settings import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
+from rkmate.torch_seam.modules import gathered_bytes
 from tests.distributed.ranks import Block, Found, are_equal, caught, steps
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
@@ -117,6 +118,12 @@ def _kept(rank: int) -> dict[str, Any]:
     return _planned(False, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)(rank)
 
 
+def _whole(rank: int) -> dict[str, Any]:
+    from torch.distributed.fsdp import ShardingStrategy
+
+    return _planned(False, sharding_strategy=ShardingStrategy.NO_SHARD)(rank)
+
+
 def _refused(rank: int) -> dict[str, Any]:
     ids = _ids(rank)
 
@@ -130,6 +137,7 @@ def _refused(rank: int) -> dict[str, Any]:
             _Net(), (ids,), budget=0.8, **CHOSEN), use_orig_params=False, **one)(ids)),
         "inside of wrap": caught(lambda: rkmate.wrap(_flat(_Net()), (ids,), budget=0.8, **CHOSEN)),
         "plan": caught(lambda: rkmate.plan(_flat(_Net()), (ids,), budget=0.8, **CHOSEN)),
+        "shared_plan": caught(lambda: rkmate.shared_plan(_flat(_Net()), (ids,), budget=0.8, **CHOSEN)),
         "one unit, before": caught(lambda: _flat(applied(_Net()), **one)(ids)),
         "one unit": caught(lambda: applied(_flat(_Net(), **one))),
         "a layer": caught(lambda: applied(_flat(_Net()).module.layers[0]))}
@@ -145,6 +153,18 @@ def _refused(rank: int) -> dict[str, Any]:
             "unchanged": all(map(torch.equal, same[0], same[1])) and all(map(torch.equal, same[0], same[2]))}
 
 
+def _gathered(rank: int) -> dict[str, Any]:
+    """The bytes that are gathered when a forward begins: with whole parameters on each rank, none."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    found = []
+    for kind in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        flat = _flat(_Net(), sharding_strategy=kind)
+        flat.module.words.register_forward_pre_hook(lambda *_: found.append(gathered_bytes(flat.module)))
+        flat(_ids(rank)).backward()
+    return {"bytes": found}
+
+
 def _like_the_original(rank: int) -> dict[str, Any]:
     """A plan under flat parameters that look as the original ones do."""
     planned, plain = _flat(rkmate.wrap(_Net(), (_ids(rank),), budget=0.8, **CHOSEN), layers=False), _flat(
@@ -155,9 +175,9 @@ def _like_the_original(rank: int) -> dict[str, Any]:
 PLANNED: dict[str, Callable[[int], dict[str, Any]]] = {
     "before": _planned(True), "after": _planned(False), "no root": _planned(False, root=False),
     "bfloat16": _in_bfloat16, "gathered until the backward": _kept,
-    "whole gradients": _planned(False, microbatches=2)}
+    "whole gradients": _planned(False, microbatches=2), "whole parameters": _whole}
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
-    **PLANNED, "refused": _refused, "like the original": _like_the_original}
+    **PLANNED, "refused": _refused, "gathered": _gathered, "like the original": _like_the_original}
 
 
 def _of(found: Found, task: str) -> list[dict[str, Any]]:
@@ -178,7 +198,7 @@ def test_layers_are_planned(found: Found, kind: str) -> None:
 @pytest.mark.slow
 def test_what_cannot_be_planned_is_refused_and_left_as_it_is(found: Found) -> None:
     for mine in _of(found, "refused"):
-        assert len(mine["errors"]) == 6
+        assert len(mine["errors"]) == 7
         for kind, text in (*mine["errors"].values(), *mine["without"].values()):
             assert kind == "ArgumentError", text
             assert "FullyShardedDataParallel (FSDP1)" in text
@@ -188,6 +208,12 @@ def test_what_cannot_be_planned_is_refused_and_left_as_it_is(found: Found) -> No
         assert all("without use_orig_params=True" in text for _, text in mine["without"].values())
         assert mine["unchanged"]
         assert mine["in place"][0] == "ArgumentError" and "exchanges gradients" in mine["in place"][1]
+
+
+@pytest.mark.slow
+def test_whole_parameters_are_not_gathered(found: Found) -> None:
+    root = 4 * (2 * WORDS * WIDTH + WORDS)
+    assert all(mine["bytes"] == [root, 0] for mine in _of(found, "gathered"))
 
 
 @pytest.mark.slow

@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distr
 QUICK = Settings(costs="analytic", options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
                  planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
 STEPS, WIDTH = 8, 64
-KINDS = ("replicas", "tensor and sequence parallel", "tensor parallel and sharded")
+KINDS = ("replicas", "tensor and sequence parallel", "tensor parallel and sharded",
+         "tensor parallel and replicated")
 RANKS = {"count": 4}
 PLANS = 20
 
@@ -50,11 +51,14 @@ def _made(kind: str) -> nn.Module:
         for block in net.blocks:
             parallelize_module(block, mesh, parallel_in_sequence())
         return net
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensors"))
+    sharded = kind == "tensor parallel and sharded"
+    every = init_device_mesh("cpu", (1, 2, 2) if sharded else (2, 1, 2),
+                             mesh_dim_names=("replicas", "shards", "tensors"))
+    mesh = every["shards"] if sharded else every["replicas", "shards"]
     for block in net.blocks:
-        parallelize_module(block, both["tensors"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=both["shards"])
-    return fully_shard(net, mesh=both["shards"])
+        parallelize_module(block, every["tensors"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
 
 
 def _trained(net: nn.Module, run: Callable[..., torch.Tensor], kind: str, rank: int
@@ -64,7 +68,7 @@ def _trained(net: nn.Module, run: Callable[..., torch.Tensor], kind: str, rank: 
     of its own."""
     found: list[torch.Tensor] = []
     peaks: list[int] = []
-    seed = rank // 2 if kind == "tensor parallel and sharded" else rank
+    seed = rank // 2 if kind.startswith("tensor parallel") else rank
     for k in range(STEPS):
         x = torch.randn(8, 64, WIDTH, generator=torch.Generator().manual_seed(10 * k + seed))
         net.zero_grad()

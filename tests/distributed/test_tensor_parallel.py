@@ -19,7 +19,7 @@ from rkmate import device as devices
 from rkmate.ilp.settings import OptionSettings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.distributed.ranks import Found, Net, are_equal, parallel_in_sequence, whole
+from tests.distributed.ranks import Found, Net, are_equal, caught, parallel_in_sequence, whole
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -41,6 +41,11 @@ def _parallel(net: Net, kind: str) -> Net:
     ways: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if kind == "sequence":
         ways = parallel_in_sequence()
+    if kind == "dropout":
+        for block in net.blocks:
+            block.norm = nn.Sequential(block.norm, nn.Dropout(0.3))     # type: ignore[assignment, list-item]
+        ways = parallel_in_sequence()
+        ways["norm.0"] = ways.pop("norm")
     if kind == "distributed input":
         ways = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
                 "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
@@ -55,7 +60,7 @@ def _parallel(net: Net, kind: str) -> Net:
 
 def _data(kind: str, rank: int, width: int = 64) -> torch.Tensor:
     """Ranks have the same rows; with sequence parallelism, each has a part of its own."""
-    seed = rank if kind == "sequence" else 0
+    seed = rank if kind in ("sequence", "dropout") else 0
     found = torch.randn(4, 32, width, generator=torch.Generator().manual_seed(seed))
     if kind != "distributed input":
         return found
@@ -68,6 +73,7 @@ def _steps(run: Callable[..., torch.Tensor], owner: nn.Module, kind: str, rank: 
     for _ in range(2):
         owner.zero_grad()
         x = _data(kind, rank)
+        torch.manual_seed(rank)
         out = run(x)
         loss = out.square().mean()
         loss.backward()
@@ -175,11 +181,42 @@ def _input_refused(rank: int) -> dict[str, Any]:
     return {"errors": found}
 
 
-KINDS = ("tensor", "sequence", "distributed output", "distributed input")
+def _replicas_refused(rank: int) -> dict[str, Any]:
+    """Replicas whose hooks make DTensors in each forward: with a plan of the model before or after, or of a
+    layer."""
+    x = _data("tensor", rank)
+
+    def failing(plan: Callable[[Net], nn.Module], after: bool = False) -> tuple[str, str]:
+        net = Net()
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "tensors"))
+        for block in net.blocks:
+            parallelize_module(block, mesh["tensors"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+        def call() -> None:
+            made = net if after else plan(net)
+            replicas = nn.parallel.DistributedDataParallel(made, device_mesh=mesh["replicas"])
+            if after:
+                plan(net)
+            replicas(x)
+        return caught(call)
+
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def applied(net: Net) -> Net:
+        return rkmate.apply(net, **CHOSEN)
+
+    def layer(net: Net) -> Net:
+        rkmate.apply(net.blocks[0], **CHOSEN)
+        return net
+    return {"errors": [failing(applied), failing(applied, after=True), failing(layer),
+                       failing(lambda net: rkmate.wrap(net, (x,), **CHOSEN))]}
+
+
+KINDS = ("tensor", "sequence", "dropout", "distributed output", "distributed input")
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{kind: lambda rank, kind=kind: _wrapped(rank, kind) for kind in KINDS},
     "applied": _applied, "later": _later, "peak": _peak, "loss parallel": _loss_parallel,
-    "input refused": _input_refused}
+    "input refused": _input_refused, "replicas refused": _replicas_refused}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,6 +234,14 @@ def test_inputs_that_no_plan_can_hold(found: Found) -> None:
         plain, uneven = mine["errors"]
         assert "Net has no parameters that are: give it the local part" in plain
         assert "parts of different sizes (S(0))" in uneven
+
+
+def test_replicas_of_tensor_parallel_models_are_refused(found: Found) -> None:
+    for mine in found["replicas refused"]:
+        assert "failed" not in mine, mine["failed"]
+        for kind, text in mine["errors"]:
+            assert kind == "ArgumentError", text
+            assert "DistributedDataParallel(device_mesh=...)" in text and "fully_shard(layer, mesh=" in text
 
 
 @pytest.mark.parametrize("name", ["applied", "later"])

@@ -22,7 +22,7 @@ from rkmate.graph.capture.structure import GIVEN, is_made_of_pieces
 from rkmate.graph.ops.properties import READS_HOST
 from rkmate.support.warn import PACKAGE, warn
 from rkmate.torch_seam.containers import objects_in
-from rkmate.torch_seam.dtensor import is_dtensor
+from rkmate.torch_seam.dtensor import is_dtensor, is_rebuilt_by_hooks
 from rkmate.torch_seam.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
@@ -462,6 +462,12 @@ def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False, later: 
                             "gradients around each forward: apply a budget to the module inside of it "
                             "(rkmate.apply(ddp.module, budget=...)), or wrap that module first "
                             "(DistributedDataParallel(rkmate.wrap(module, ...)))")
+    if is_rebuilt_by_hooks(model):
+        raise ArgumentError(
+            f"{type(model).__name__} is tensor-parallel inside of DistributedDataParallel(device_mesh=...), "
+            "whose hooks make DTensors of its parameters in each forward, which no plan can hold. Replicate "
+            "with fully_shard instead (fully_shard(layer, mesh=mesh[\"replicas\", \"shards\"]), where "
+            "\"shards\" may have one rank), and use rkmate.apply(model, budget=...), which plans each layer")
     for name, m in model.named_modules() if fsdp is not None else ():
         if isinstance(m, fsdp.FullyShardedDataParallel):
             is_one = has_flat_parameters(model)

@@ -21,6 +21,7 @@ from rkmate import device as devices
 from rkmate.device.random_state import RandomState
 from rkmate.errors import CaptureError
 from rkmate.torch_seam import schema
+from rkmate.torch_seam.dtensor import is_dtensor, local_part, placed
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.own import Gradient, Over, OwnOperator, own_operator, register
 from rkmate.torch_seam.schema import python_kernels_replaced
@@ -178,12 +179,18 @@ register((
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Dropout that keeps a mask of bytes, with the draws and the rounding of eager mode."""
+    """Dropout that keeps a mask of bytes, with the draws and the rounding of eager mode: on a CPU, each rank
+    draws for its part of a DTensor."""
     if not train or p == 0 or not x.numel():
         return x.clone()
     if p == 1:
         return x * torch.zeros((), dtype=x.dtype, device=x.device)
     on_cpu = devices.of(x).cpu_kernels      # others have one kernel for it, which keeps a mask of bytes
+    if on_cpu and is_dtensor(x):
+        where = placed(x)
+        if any(placement.is_partial() for placement in where.placements):
+            return cast(torch.Tensor, schema.composed(aten.dropout.default, x, p, train))
+        return where.of(_dropout(local_part(x), p, train))
     result: torch.Tensor = torch.ops.rkmate.dropout(x, p)[0] if on_cpu else aten.native_dropout(x, p, True)[0]
     return result
 
