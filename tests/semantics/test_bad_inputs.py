@@ -44,6 +44,11 @@ class _Drawing(nn.Linear):
         return super().forward(x + torch.rand(8, generator=torch.Generator().manual_seed(1)))
 
 
+class _Adding(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).index_add(0, torch.tensor([0, 1, 0, 1]), x.half())
+
+
 class _Timed(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.times = {"begun": (time.perf_counter(), self.in_features)}
@@ -153,8 +158,10 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "too many arguments": (A, "do not fit Linear.forward", lambda: _wrap(args=(X, X))),
     "unknown keyword": (A, "do not fit Linear.forward", lambda: _wrap(kwargs={"mask": X})),
     "wrong shape": (C, "Linear cannot be captured", lambda: _wrap(args=(X[:, :3],))),
-    "wrong dtype": (C, "does not run on the sample", lambda: _wrap(args=(X.long(),),
-                                                                   costs="measured")),
+    "wrong dtype": (C, "does not run on the sample", lambda: _wrap(args=(X.long(),))),
+    "half precision": (C, "gets tensors of the types float32 and bfloat16, and needs one", lambda: _wrap(
+        nn.Linear(8, 8, bias=False).to(torch.bfloat16))),
+    "sums of another type": (C, "super.*: aten.index_add.default gets", lambda: _wrap(_Adding(8, 8))),
     "not a tensor": (C, "Linear cannot be captured", lambda: _wrap(args=("text",))),
     "nothing to train": (A, r"None of its 2 parameters .*requires_grad_\(\)", lambda: _wrap(_frozen())),
     "merged adapters": (A, r"unmerge_adapter\(\)", lambda: _wrap(_Merged(8, 8).requires_grad_(False))),
