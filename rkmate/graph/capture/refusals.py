@@ -313,7 +313,7 @@ def is_data_dependent(error: Exception) -> bool:
     text = str(error)
     return any(sign in text for sign in (
         "data-dependent", "Could not guard", "_local_scalar_dense", "Could not extract specialized",
-        "data dependent", "DataDependent")) or type(error).__name__ in (
+        "data dependent", "DataDependent", "only concrete integers")) or type(error).__name__ in (
         "DataDependentOutputException", "DynamicOutputShapeException")
 
 
