@@ -24,7 +24,7 @@ from rkmate.device.protocol import MeterError, PartsMeter
 from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import bytes_held
-from rkmate.torch_seam.tensors import key_of, storage_lives
+from rkmate.torch_seam.tensors import is_spread_out, key_of, storage_lives
 
 _MADE = 5
 """How many times its bytes a caller makes, and keeps, of a result that more calls follow: mean, deviation,
@@ -183,6 +183,8 @@ class ObservedStep(Figures):
         """(node, result) to which a gradient came from another node of its part."""
         self._from_outside: set[tuple[int, int]] = set()
         """(node, result) to which a gradient came from elsewhere."""
+        self._sums: dict[int, int] = {}
+        """Id of a parameter that the rest uses several times -> the number of its sum of gradients."""
         self._owner_of: dict[int, int] = {}
         self._of_node = iter(range(1, 1 << 62))
         self.backward_seen = False
@@ -436,9 +438,12 @@ class ObservedStep(Figures):
         users: dict[tuple[Any, int], set[int]] = defaultdict(set)
         for edge in begin:
             users[edge].add(REST)
+        sums: Counter[Any] = Counter()
         while todo:
             node = todo.pop()
-            if node in ids or node in end or type(node).__name__ == "AccumulateGrad":
+            if type(node).__name__ == "AccumulateGrad":
+                sums[node] += 1
+            if node in ids or node in end or node in sums:
                 continue
             ids[node] = next(self._of_node)
             order.append(node)
@@ -446,6 +451,10 @@ class ObservedStep(Figures):
                 if edge[0] is not None:
                     users[edge].add(self._nodes.get(node, REST))
                     todo.append(edge[0])
+        for node, uses in sums.items():
+            if uses > 1 and REST in users[node, 0] and self.meter is not None:
+                ids[node] = self._sums[id(node.variable)] = next(self._of_node)
+                self._owner_of[ids[node]] = REST
         results: dict[int, list[tuple[PartCall, int]]] = defaultdict(list)
         for call in self._new:
             for k, made in enumerate(call.outputs):
@@ -478,7 +487,7 @@ class ObservedStep(Figures):
             if 0 <= place < len(grads) and grads[place] is not None and (
                     (number, place) not in self._from_inside or (number, place) in self._from_outside):
                 call.taught.add(output)
-                if (number, place) not in self._from_inside and _is_spread_out(grads[place]):
+                if (number, place) not in self._from_inside and is_spread_out(grads[place]):
                     call.strides[output] = tuple(grads[place].stride())
 
     def _watch_gradients(self) -> None:
@@ -490,6 +499,7 @@ class ObservedStep(Figures):
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """A parameter has got its gradient: inside of a node, in a backward that the node's backward
         contains (reversible layers, reentrant checkpoints), another stretch begins."""
+        self._pending.pop((self._sums.get(id(parameter), REST), 0), None)
         if id(parameter) not in self._without or parameter.grad is None:
             return
         self._without.discard(id(parameter))
@@ -580,19 +590,6 @@ class ObservedStep(Figures):
                 self._pending[node, place] = _sizes((grad,))
                 inside = owner == self._owner_of[node] != REST
                 (self._from_inside if inside else self._from_outside).add((node, place))
-
-
-def _is_spread_out(tensor: torch.Tensor) -> bool:
-    """Return whether no two numbers of a tensor share a place in memory."""
-    if tensor.layout is not torch.strided:
-        return False
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return False
-            reach += stride * (size - 1)
-    return True
 
 
 def _sizes(tensors: Iterable[Any]) -> dict[int, int]:

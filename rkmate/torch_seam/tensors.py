@@ -332,3 +332,16 @@ def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def _set(dtype: torch.dtype, storage: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
          ) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+
+
+def is_spread_out(tensor: torch.Tensor) -> bool:
+    """Return whether no two numbers of a tensor share a place in memory."""
+    if tensor.layout is not torch.strided:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return True

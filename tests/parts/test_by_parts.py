@@ -692,6 +692,31 @@ def test_a_budget_that_the_rest_exceeds_names_the_smallest_one() -> None:
     assert planned_parts(model)
 
 
+class Looping(Stack):
+    """A cell that the rest of the step calls in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__([Layer() for _ in range(2)], numpy=True)
+        self.cell = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = x.repeat(1, 16)
+        for _ in range(4):
+            h = torch.tanh(F.linear(h, self.cell.weight, self.cell.bias))
+        return super().forward(h[:, :32], y)
+
+
+def test_gradients_of_a_cell_in_a_loop_wait_in_the_rest() -> None:
+    """Gradients of a parameter that is used several times are added up, and wait for the last one."""
+    model = Looping()
+    whole = peak(copy.deepcopy(model), plainly, 0)
+    applied(model, 1)
+    train(model, plainly, 0)
+    with pytest.raises(rkmate.InfeasibleBudget) as error:
+        train(model, plainly, 1)
+    assert 3 * model.cell.weight.nbytes < error.value.minimum_bytes <= 1.02 * whole
+
+
 class Widening(nn.Module):
     """Convolutions that widen, in front of a look at values."""
 

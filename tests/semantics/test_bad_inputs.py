@@ -44,6 +44,18 @@ class _Drawing(nn.Linear):
         return super().forward(x + torch.rand(8, generator=torch.Generator().manual_seed(1)))
 
 
+class _Adding(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).index_add(0, torch.tensor([0, 1, 0, 1]), x.half())
+
+
+class _Resizing(nn.Linear):
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        height, width = sizes
+        image = super().forward(x)[None, None]
+        return nn.functional.interpolate(image, size=(height, width), mode="bilinear")
+
+
 class _Timed(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.times = {"begun": (time.perf_counter(), self.in_features)}
@@ -153,8 +165,10 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "too many arguments": (A, "do not fit Linear.forward", lambda: _wrap(args=(X, X))),
     "unknown keyword": (A, "do not fit Linear.forward", lambda: _wrap(kwargs={"mask": X})),
     "wrong shape": (C, "Linear cannot be captured", lambda: _wrap(args=(X[:, :3],))),
-    "wrong dtype": (C, "does not run on the sample", lambda: _wrap(args=(X.long(),),
-                                                                   costs="measured")),
+    "wrong dtype": (C, "does not run on the sample", lambda: _wrap(args=(X.long(),))),
+    "half precision": (C, "gets tensors of the types float32 and bfloat16, and needs one", lambda: _wrap(
+        nn.Linear(8, 8, bias=False).to(torch.bfloat16))),
+    "sums of another type": (C, "super.*: aten.index_add.default gets", lambda: _wrap(_Adding(8, 8))),
     "not a tensor": (C, "Linear cannot be captured", lambda: _wrap(args=("text",))),
     "nothing to train": (A, r"None of its 2 parameters .*requires_grad_\(\)", lambda: _wrap(_frozen())),
     "merged adapters": (A, r"unmerge_adapter\(\)", lambda: _wrap(_Merged(8, 8).requires_grad_(False))),
@@ -178,6 +192,8 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "packed sequence": (C, "lengths of a packed sequence", lambda: _wrap(
         _Packed(8, 8), (torch.randn(3, 2, 8), torch.tensor([3, 2])))),
     "rows that a mask picks": (C, r"return x\[x > 0\]: .* Compute all rows", lambda: _wrap(_Picking(8, 8))),
+    "sizes of an image in a tensor": (C, "interpolate.* A value of a tensor decides .* pass what was decided",
+                                      lambda: _wrap(_Resizing(8, 8), (X, torch.tensor([4, 4])))),
     "an assertion": (C, r"compare the tensor itself .*python -O", lambda: _wrap(_Asserting(8, 8))),
     "sparse intermediate": (C, "makes a tensor with the layout torch.sparse_coo", lambda: _wrap(
         _Sparse(8, 8))),

@@ -39,6 +39,7 @@ from rkmate.graph.capture.opaque import Opaque, with_opaque
 from rkmate.graph.capture.refusals import (
     explained,
     is_data_dependent,
+    refuse_mixed_types,
     refuse_sparse,
 )
 from rkmate.graph.capture.repairs import repair_joint, repair_program, repaired, ways_to_export
@@ -442,6 +443,7 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value
         except Exception as error:
             raise explained(model, args, kwargs, error, program) from error
     refuse_sparse(model, module.graph)
+    refuse_mixed_types(model, module.graph)
     repair_joint(module.graph)
     found = read(module, model, program, inputs, structure, values, flat.found.outputs)
     return (replace(found, effects=flat.found.effects, looked=looked.found, program=text),

@@ -19,7 +19,7 @@ from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.answers import passes
 from rkmate.graph.capture.structure import GIVEN, is_made_of_pieces
-from rkmate.graph.ops.properties import READS_HOST
+from rkmate.graph.ops.properties import ONE_TYPE, READS_HOST
 from rkmate.support.warn import PACKAGE, warn
 from rkmate.torch_seam.containers import objects_in
 from rkmate.torch_seam.dtensor import is_dtensor, is_rebuilt_by_hooks
@@ -313,7 +313,7 @@ def is_data_dependent(error: Exception) -> bool:
     text = str(error)
     return any(sign in text for sign in (
         "data-dependent", "Could not guard", "_local_scalar_dense", "Could not extract specialized",
-        "data dependent", "DataDependent")) or type(error).__name__ in (
+        "data dependent", "DataDependent", "only concrete integers")) or type(error).__name__ in (
         "DataDependentOutputException", "DynamicOutputShapeException")
 
 
@@ -359,6 +359,23 @@ def refuse_sparse(model: nn.Module, graph: fx.Graph) -> None:
             raise CaptureError(f"{type(model).__name__}: the forward makes a tensor with the layout "
                                f"{value.layout} ({node.target}), which a plan cannot hold: compute with "
                                "dense tensors, or with indices (index_add, scatter)")
+
+
+def refuse_mixed_types(model: nn.Module, graph: fx.Graph) -> None:
+    """Raise for a traced forward whose products, sums and the like get operands of several types: a trace
+    runs no kernel, and only a kernel asks for one type."""
+    for node in graph.nodes:
+        if node.target not in ONE_TYPE or is_backward(node):
+            continue
+        operands = [node.args[k] for k in ONE_TYPE[node.target] if k < len(node.args)]
+        types = dict.fromkeys(str(v.dtype).removeprefix("torch.") for n in operands if isinstance(n, fx.Node)
+                              and isinstance(v := n.meta.get(VALUE), torch.Tensor))
+        if len(types) > 1:
+            place = place_in(node.stack_trace or "")
+            raise CaptureError(
+                f"{type(model).__name__} does not run on the sample inputs{place}: {node.target} gets "
+                f"tensors of the types {' and '.join(types)}, and needs one. Correct the inputs, or the "
+                "dtypes of the model, or use torch.autocast")
 
 
 def _static_form(model: nn.Module, error: Exception, place: str) -> str:
