@@ -436,16 +436,6 @@ def test_caches_are_by_products_of_the_outputs_that_train(name: str) -> None:
     assert_same_gradients(model, planned(model, x), lambda run: run(x)["logits"].pow(2).mean())
 
 
-def test_a_loss_takes_weights_of_another_type() -> None:
-    class Weighted(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = super().forward(x).sigmoid()
-            return nn.functional.binary_cross_entropy(y, torch.ones_like(y), x[:, :1].double().abs())
-
-    model, x = Weighted(8, 8), torch.randn(4, 8)
-    assert_same_gradients(model, planned(model, x), lambda run: run(x))
-
-
 class Reading(nn.Module):
     """Layers that all read one input."""
 

@@ -35,8 +35,8 @@ BATCHED_PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
 """Products of as many matrices as a batch has, the last two operands."""
 ONE_TYPE = dict.fromkeys((*PRODUCTS, *BATCHED_PRODUCTS, aten.mv.default, aten.addmv.default, aten.dot.default,
                           aten.linalg_cross.default, aten._cdist_forward.default,
-                          aten.grid_sampler_2d.default, aten.grid_sampler_3d.default), (0, 1, 2)) | {
-    aten.binary_cross_entropy.default: (0, 1),
+                          aten.grid_sampler_2d.default, aten.grid_sampler_3d.default,
+                          aten.binary_cross_entropy.default), (0, 1, 2)) | {
     aten.index_add.default: (0, 3), aten.index_copy.default: (0, 3), aten.index_put.default: (0, 2),
     aten.nll_loss_forward.default: (0, 2), aten.nll_loss2d_forward.default: (0, 2)}
 """Places of operands that need one type, by operator. torch's shape functions do not check these."""
