@@ -99,7 +99,7 @@ def rows_of(case: Case, layers: int | None) -> list[str]:
             for name, reshards in (("with", True), ("without", False)):
                 schedule = prepared.with_kernels(checkpointed(graph, [
                     r if reshards or "all_gather" not in c.name else None
-                    for r, c in zip(prepared.regions, graph.c, strict=True)], prepared.pinned))
+                    for r, c in zip(prepared.regions, graph.c, strict=True)]))
                 budgets.append(prepared.simulate(schedule).peak)
                 rows.append(row(f"each layer checkpointed, {name} resharding", prepared,
                                 prepared.overlapped(schedule, budgets[-1])))

@@ -113,12 +113,11 @@ Change = Callable[..., Schedule]
 
 
 def sending(plan: Plan, change: Change = send_all, link: Link | None = None) -> Plan:
-    """The plan with the schedule that `change` makes of its graph, its schedule and what the user holds."""
+    """The plan with the schedule that `change` makes of its graph and its schedule."""
     link = link or Link(1e9, 1e9, 1e-3, BUFFERS)
     graph = plan.graph.with_link(link)
-    schedule = change(graph.cd, plan.schedule, graph.pinned)
-    result = simulate(graph.cd, schedule, pinned=graph.pinned, reserve_at_loss=graph.reserve_at_loss)
-    peak = peak_of_calls(graph.cd, schedule, plan.calls, pinned=graph.pinned,
-                         reserve_at_loss=graph.reserve_at_loss)
+    schedule = change(graph.cd, plan.schedule)
+    result = simulate(graph.cd, schedule)
+    peak = peak_of_calls(graph.cd, schedule, plan.calls)
     return replace(plan, graph=graph, schedule=schedule, peak_bytes=peak, step_seconds=result.seconds,
                    budget_bytes=max(plan.budget_bytes, peak))

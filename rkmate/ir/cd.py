@@ -132,6 +132,12 @@ class CDGraph:
     """Forward C nodes that never run again: the user wants what they make kept."""
     forgotten: frozenset[int] = frozenset()
     """Forward D nodes that are not in memory at the loss: the user wants them computed again."""
+    held: tuple[int, ...] = ()
+    """D nodes that are never freed: the user holds the outputs, and autograd the gradient of a scalar that a
+    backward starts from."""
+    reserve_at_loss: int = 0
+    """Bytes that the loss, computed outside of the graph, allocates for itself. A few of them (the loss
+    itself, the number one that its backward starts from) stay to the end."""
 
     @cached_property
     def producer(self) -> tuple[int | None, ...]:
@@ -186,6 +192,10 @@ class CDGraph:
             CNode(c.name, c.phase, c.inputs, c.outputs, cost.time, cost.overhead, c.random, c.donors,
                   cost.alternatives, c.decides, c.adds, c.exchanges)
             for c, cost in zip(self.c, costs, strict=True)]))
+
+    def with_reserve(self, reserve_at_loss: int) -> CDGraph:
+        """Return a copy of the graph with other bytes for the loss."""
+        return replace(self, reserve_at_loss=reserve_at_loss)
 
     def verify(self) -> CDGraph:
         """Check the invariants that every later stage relies on; returns the graph itself."""

@@ -7,7 +7,6 @@ its last reader, its release, or the end, whatever is recomputed in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rkmate.ir.cd import CDGraph
@@ -59,18 +58,18 @@ def gradient_memory(graph: CDGraph) -> GradientMemory:
     return GradientMemory(at_loss, tuple(before), tuple(during), tuple(dying))
 
 
-def least_memory(graph: CDGraph, pinned: Iterable[int] = ()) -> int:
+def least_memory(graph: CDGraph) -> int:
     """Return a lower bound, in bytes, of the peak of all schedules that run each backward computation once,
-    in the graph's order, and send nothing away. `pinned`: D nodes that the user holds.
+    in the graph's order, and send nothing away.
 
     While a backward computation runs, memory holds the gradients that are still read, the forward values that
     the computation reads, its results and its temporaries. A result may overwrite a gradient that dies there,
     or any forward value, because a schedule may drop a forward value there and make it anew.
     """
-    held = frozenset(pinned)
+    held = frozenset(graph.held)
     forward = {j for c in graph.c[:graph.loss] for j in c.outputs} - held
     memory = gradient_memory(graph)
-    # A pinned gradient that arrives at the loss is among the gradients.
+    # A held gradient that arrives at the loss is among the gradients.
     other = graph.bytes(held.difference(graph.output_grads))
     most = 0
     for b, alive, dying in zip(graph.backward, memory.during, memory.dying, strict=True):

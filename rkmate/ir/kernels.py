@@ -7,15 +7,13 @@ peak: there, a faster kernel may take what it likes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from rkmate.ir.cd import CDGraph, CNode
 from rkmate.ir.schedule import Compute, Schedule, Step, in_place_donor, kernel_of
 from rkmate.ir.simulate import Simulation, simulate
 
 
-def choose_kernels(graph: CDGraph, schedule: Schedule, *, pinned: Iterable[int] = (),
-                   reserve_at_loss: int = 0, room: int = 0, known: Simulation | None = None) -> Schedule:
+def choose_kernels(graph: CDGraph, schedule: Schedule, *, room: int = 0,
+                   known: Simulation | None = None) -> Schedule:
     """Return the schedule with, at each step, the fastest kernel that leaves the peak as it is, or within
     `room` bytes where that is more. `known`: the simulator's verdict on it, where it was asked for already.
 
@@ -24,7 +22,7 @@ def choose_kernels(graph: CDGraph, schedule: Schedule, *, pinned: Iterable[int] 
     """
     if not any(node.alternatives for node in graph.c):
         return schedule
-    simulation = known or simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve_at_loss)
+    simulation = known or simulate(graph, schedule)
     most = max(simulation.peak, room)
     steps: list[Step] = []
     for k, step in enumerate(schedule.steps):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rkmate.ir.cd import CDGraph, missing_nodes
@@ -20,13 +20,12 @@ class LeanOrder(NamedTuple):
     """D nodes that are read after the loss before they are made there."""
 
 
-def without_waste(graph: CDGraph, order: Sequence[int], loss_at: int,
-                  available: Iterable[int] = ()) -> LeanOrder:
+def without_waste(graph: CDGraph, order: Sequence[int], loss_at: int) -> LeanOrder:
     """Return an order without repeated computations none of whose outputs is read before it is made anew.
 
-    First runs stay, whatever reads them. `available`: D nodes that are in memory all the time.
+    First runs stay, whatever reads them. What the user holds is never made anew: it is there.
     """
-    there = frozenset(available)
+    there = frozenset(graph.held)
     first: dict[int, int] = {}
     for k, i in enumerate(order):
         first.setdefault(i, k)
@@ -51,18 +50,16 @@ def without_waste(graph: CDGraph, order: Sequence[int], loss_at: int,
     return LeanOrder(kept[::-1], len(kept) - before, carried)
 
 
-def checkpointed(graph: CDGraph, region: Sequence[int | None], pinned: Iterable[int] = ()) -> Schedule:
+def checkpointed(graph: CDGraph, region: Sequence[int | None]) -> Schedule:
     """Return the schedule of a graph as ``torch.utils.checkpoint`` runs it: each region keeps its inputs, and
     runs again as a whole in the backward (Chen et al. 2016, arXiv:1604.06174, with regions that the program
     names).
 
     `region`: per C node, the region that it belongs to; None for those outside, and for the backward. A
     region runs again before the first backward node that reads what was made inside of it, as far as the
-    backward reads it. What is made once (by collectives, by choices) stays. `pinned`: D nodes that the user
-    holds.
+    backward reads it. What is made once (by collectives, by choices) stays.
     """
-    pinned = frozenset(pinned)
-    inside = _inside(graph, region, pinned)
+    inside = _inside(graph, region)
     wanted: dict[int | None, set[int]] = {}
     for node in graph.c[graph.loss:]:
         for j in node.inputs:
@@ -76,16 +73,16 @@ def checkpointed(graph: CDGraph, region: Sequence[int | None], pinned: Iterable[
             order += again
             there.update(j for k in again for j in graph.c[k].outputs)
         order.append(i)
-    return from_order(graph, order, graph.loss, pinned)
+    return from_order(graph, order, graph.loss)
 
 
-def _inside(graph: CDGraph, region: Sequence[int | None], pinned: frozenset[int]) -> dict[int, int]:
+def _inside(graph: CDGraph, region: Sequence[int | None]) -> dict[int, int]:
     """Return the D nodes that the forward makes in a region and reads nowhere else, with that region."""
     readers: dict[int, set[int | None]] = {}
     for i, node in enumerate(graph.c[:graph.loss]):
         for j in node.inputs:
             readers.setdefault(j, set()).add(region[i])
-    left = pinned.union(graph.outputs, graph.inputs)
+    left = {*graph.held, *graph.outputs, *graph.inputs}
     inside: dict[int, int] = {}
     for i, node in enumerate(graph.c[:graph.loss]):
         r = region[i]

@@ -31,14 +31,13 @@ class Beside:
 
 
 def reserved_bytes(allocator: CachingAllocator, graph: CDGraph, schedule: Schedule,
-                   beside: Beside = Beside(), *, calls: int = 1, reserve_at_loss: int = 0,
-                   updates: int = 3) -> int:
+                   beside: Beside = Beside(), *, calls: int = 1, updates: int = 3) -> int:
     """Return the most bytes that the allocator takes from the device in `updates` updates of the parameters.
     In the last but one of them, gradients of two steps are added up. Leaves the allocator in the final state.
 
-    `calls`, `reserve_at_loss`: as of a plan. Raises `KeyError` for a schedule that the simulator refuses.
+    `calls`: as of a plan. Raises `KeyError` for a schedule that the simulator refuses.
     """
-    loop = _Loop(allocator, graph, schedule, beside, calls, reserve_at_loss)
+    loop = _Loop(allocator, graph, schedule, beside, calls)
     for number in range(updates):
         loop.step()
         if number == updates - 2:
@@ -54,7 +53,6 @@ class _Loop:
     schedule: Schedule
     beside: Beside
     calls: int
-    reserve_at_loss: int
     batch: list[Block | None] = field(default_factory=list)
     states: list[Block | None] = field(default_factory=list)
     gradients: dict[int, Block | None] = field(default_factory=dict)
@@ -81,7 +79,7 @@ class _Loop:
     def loss(self, runs: list[_Run]) -> None:
         """Allocate the gradients of the outputs, after the temporaries of a loss that the caller computes."""
         sizes = [self.graph.d[j].size for j in self.graph.output_grads]
-        if self.reserve_at_loss:
+        if self.graph.reserve_at_loss:
             self.free([*map(self.allocator.allocate, [LOSS_SCALARS, *sizes, *sizes, *sizes])])
         for run in runs:
             for j, size in zip(self.graph.output_grads, sizes, strict=True):

@@ -171,22 +171,21 @@ def save_all(graph: CDGraph) -> Schedule:
     return from_order(graph, range(len(graph.c)), graph.loss)
 
 
-def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: int,
-               pinned: Iterable[int] = ()) -> Schedule:
+def from_order(graph: CDGraph, order: Sequence[int] | Iterable[int], loss_at: int) -> Schedule:
     """Return the schedule that runs `order` and frees every storage as early as possible.
 
-    `loss_at`: how many of the computations run before the loss. `pinned`: D nodes that are never
-    freed (what the user holds). What a C node decides is not freed either: that it would run again in
-    `order` is left out. What the user wishes holds, whatever `order` says: a node of `graph.once` does not
-    run again, and data of `graph.forgotten` is made again before it is read after the loss. D nodes of
-    `graph.outputs` are kept until the loss, those of `graph.input_grads` to the end, parameter gradients
-    (`graph.releases`) until they exit. Raises `ScheduleError` when a computation reads what is not in memory.
+    `loss_at`: how many of the computations run before the loss. D nodes of `graph.held` are never freed. What
+    a C node decides is not freed either: that it would run again in `order` is left out. What the user wishes
+    holds, whatever `order` says: a node of `graph.once` does not run again, and data of `graph.forgotten` is
+    made again before it is read after the loss. D nodes of `graph.outputs` are kept until the loss, those of
+    `graph.input_grads` to the end, parameter gradients (`graph.releases`) until they exit. Raises
+    `ScheduleError` when a computation reads what is not in memory.
     """
     order, loss_at = as_wished(graph, list(order), loss_at)
     nodes, fixed = [(c.inputs, c.outputs) for c in graph.c], set(graph.inputs)
     # Walk backwards: what is read later says where each D node dies.
     stays = [False] * len(graph.d)       # somebody holds it
-    for j in (*pinned, *graph.decided, *fixed):
+    for j in (*graph.held, *graph.decided, *fixed):
         stays[j] = True
     later = [False] * len(graph.d)       # it is read later, before it is made again
     for j in graph.input_grads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -81,16 +81,11 @@ def buffers_of(graph: CDGraph, schedule: Schedule) -> int:
     return graph.link.buffer_bytes if graph.link is not None and schedule.copied else 0
 
 
-def simulate(graph: CDGraph, schedule: Schedule, *, reserve_at_loss: int = 0,
-             pinned: Iterable[int] = ()) -> Simulation:
+def simulate(graph: CDGraph, schedule: Schedule) -> Simulation:
     """Replay a schedule. Raises `ScheduleError` when it is not executable or incomplete, or decides
-    something, or adds to a gradient, a second time, or copies what it must not.
-
-    `reserve_at_loss`: bytes that the loss, computed outside, allocates for itself; of them, a few
-    (the loss itself, the number one that its backward starts from) stay to the end. `pinned`: D nodes
-    that the user holds (freeing one is an error).
+    something, or adds to a gradient, a second time, or copies or frees what it must not.
     """
-    replay = _Replay(graph, schedule, set(pinned), reserve_at_loss)
+    replay = _Replay(graph, schedule)
     compute, free, others = replay.compute, replay.free, replay.others
     timeline: list[int] = []
     for k, step in enumerate(schedule.steps):
@@ -108,9 +103,8 @@ class _Replay:
     Each kind of step is a method: it checks the step, and returns the bytes that are alive in a computation
     or after another step."""
 
-    def __init__(self, graph: CDGraph, schedule: Schedule, pinned: set[int], reserve_at_loss: int) -> None:
-        self.graph, self.steps, self.pinned = graph, schedule.steps, pinned
-        self.reserve_at_loss = reserve_at_loss
+    def __init__(self, graph: CDGraph, schedule: Schedule) -> None:
+        self.graph, self.steps, self.held = graph, schedule.steps, set(graph.held)
         self.others: dict[type, Callable[[int, Any], int]] = {
             Loss: self.loss, CopyOut: self.copy_out, Leave: self.leave, CopyIn: self.copy_in,
             Start: self.start}
@@ -132,7 +126,7 @@ class _Replay:
         """Collectives that have been started, and what each reads and makes."""
         self.coming: set[int] = set()
         """D nodes that these make."""
-        self.clocks, self.where = Clocks(graph.link), Residency(graph, pinned)
+        self.clocks, self.where = Clocks(graph.link), Residency(graph)
         self.seconds = self.exposed = 0.0
 
     def compute(self, k: int, step: Compute) -> int:
@@ -192,7 +186,7 @@ class _Replay:
         """Free a D node."""
         if d not in self.alive:
             raise ScheduleError(f"step {k}: frees {self.graph.d[d].name}, which is not in memory")
-        if d in self.pinned:
+        if d in self.held:
             raise ScheduleError(f"step {k}: frees {self.graph.d[d].name}, which the user holds")
         if d in self.decided:
             raise ScheduleError(f"step {k}: frees {self.graph.d[d].name}, which was decided and stays")
@@ -220,8 +214,8 @@ class _Replay:
         self.seen_loss = True
         self.saved = self.live
         self.alive.update(graph.output_grads)
-        self.live += min(self.reserve_at_loss, LOSS_SCALARS) + sum(self.sizes[j] for j in graph.output_grads)
-        return max(self.live, self.saved + self.reserve_at_loss)
+        self.live += min(graph.reserve_at_loss, LOSS_SCALARS) + sum(self.sizes[j] for j in graph.output_grads)
+        return max(self.live, self.saved + graph.reserve_at_loss)
 
     def copy_out(self, k: int, step: CopyOut) -> int:
         """Begin a copy of a D node away."""
@@ -281,9 +275,8 @@ class _Replay:
 class Residency:
     """Data that is away or being copied. Checks each step; raises `ScheduleError`."""
 
-    def __init__(self, graph: CDGraph, pinned: Collection[int]) -> None:
+    def __init__(self, graph: CDGraph) -> None:
         self.graph = graph
-        self.pinned = pinned
         self.leaving: set[int] = set()
         """D nodes that are being copied out and still in memory."""
         self.away: set[int] = set()
@@ -313,7 +306,7 @@ class Residency:
             raise self._wrong(step, f"copies {self._name(d)} away, which is not in memory")
         if d in self.away:
             raise self._wrong(step, f"copies {self._name(d)} away a second time")
-        if self.graph.producer[d] is None or d in self.pinned:
+        if self.graph.producer[d] is None or d in self.graph.held:
             raise self._wrong(step, f"copies {self._name(d)} away, which somebody else holds")
         self.leaving.add(d)
         self.away.add(d)
@@ -341,16 +334,16 @@ class Residency:
 
 # -- The memory of a step in which a module is called several times before the backward ------------
 
-def lasting_of_loss(graph: CDGraph, reserve_at_loss: int) -> int:
+def lasting_of_loss(graph: CDGraph) -> int:
     """Return the bytes of a reserve that a loss may hold until its backward: all but the gradients of the
     outputs, which its backward makes."""
-    return max(0, reserve_at_loss - graph.bytes(graph.output_grads))
+    return max(0, graph.reserve_at_loss - graph.bytes(graph.output_grads))
 
 
-def waiting_bytes(graph: CDGraph, reserve_at_loss: int) -> int:
+def waiting_bytes(graph: CDGraph) -> int:
     """Return the bytes that a call holds on top of what it saves while others run: those of its loss, or the
     gradients of its outputs."""
-    return max(lasting_of_loss(graph, reserve_at_loss), graph.bytes(graph.output_grads))
+    return max(lasting_of_loss(graph), graph.bytes(graph.output_grads))
 
 
 def peak_with_gradients(graph: CDGraph, schedule: Schedule, found: Simulation) -> int:
@@ -364,29 +357,28 @@ def peak_with_gradients(graph: CDGraph, schedule: Schedule, found: Simulation) -
     return peak
 
 
-def peak_of_calls(graph: CDGraph, schedule: Schedule, calls: int, *, reserve_at_loss: int = 0,
-                  pinned: Iterable[int] = ()) -> int:
+def peak_of_calls(graph: CDGraph, schedule: Schedule, calls: int) -> int:
     """Return bytes alive at once, at most, in a step of `calls` forwards, one loss, and the backward of each.
 
     Every call follows the schedule, with values of its own. The backwards come one after the other, in any
     order. A parameter's gradients are added up, and wait for those of the last call. Raises `ScheduleError`
     as `simulate` does.
     """
-    result = simulate(graph, schedule, reserve_at_loss=reserve_at_loss, pinned=pinned)
+    result = simulate(graph, schedule)
     if calls == 1:
         return result.peak
     others = calls - 1
     at = schedule.steps.index(Loss())
     forward, backward = result.timeline[:at], result.timeline[at + 1:]
     # What a call holds before its backward, and after it, when the buffers of its copies are gone.
-    lasting = lasting_of_loss(graph, reserve_at_loss)
-    before = result.saved + waiting_bytes(graph, reserve_at_loss)
+    lasting = lasting_of_loss(graph)
+    before = result.saved + waiting_bytes(graph)
     after = result.timeline[-1] - buffers_of(graph, schedule)
     leaves: dict[int, list[int]] = {}
     for j, i in graph.releases.items():
         leaves.setdefault(i, []).append(j)
     added_up = 0
-    peak = max(others * (result.saved + lasting) + result.saved + reserve_at_loss, calls * before,
+    peak = max(others * (result.saved + lasting) + result.saved + graph.reserve_at_loss, calls * before,
                others * result.saved + max(forward, default=0))
     for step, level in zip(schedule.steps[at + 1:], backward, strict=True):
         peak = max(peak, others * before + level + added_up)

@@ -56,10 +56,6 @@ class GraphSummary:
     """Of each C node."""
     shapes: tuple[str, ...]
     """Of each D node: form of the tensor that owns it, ``float32[8, 128, 64]``."""
-    pinned: tuple[int, ...]
-    """Storages that the user holds."""
-    reserve_at_loss: int
-    """Bytes left for a loss that the caller computes."""
     cuts: tuple[tuple[int, ...], ...] = ()
     """Storages that the forward carries into block i (one entry more than there are blocks)."""
     captured: tuple[Captured, ...] = field(default=(), repr=False)
@@ -88,14 +84,14 @@ class GraphSummary:
             "storages": [[d.name, d.size, d.kind, shape] for d, shape in zip(cd.d, self.shapes, strict=True)],
             "loss": cd.loss, "outputs": list(cd.outputs),
             "output_grads": list(cd.output_grads), "input_grads": list(cd.input_grads),
-            "exits": sorted([j, i] for j, i in cd.releases.items()), "held": list(self.pinned),
+            "exits": sorted([j, i] for j, i in cd.releases.items()), "held": list(cd.held),
             "decisions": [i for i, c in enumerate(cd.c) if c.decides],
             **({"additions": adding} if adding else {}),
             **({"collectives": exchanging} if exchanging else {}),
             **({"link": cd.link.content()} if cd.link else {}),
             **({"once": sorted(cd.once)} if cd.once else {}),
             **({"forgotten": sorted(cd.forgotten)} if cd.forgotten else {}),
-            "reserve_at_loss": self.reserve_at_loss, "cuts": [list(c) for c in self.cuts],
+            "reserve_at_loss": cd.reserve_at_loss, "cuts": [list(c) for c in self.cuts],
             "captured": [[c.name, c.operation, c.path, c.block, c.kind, list(c.inputs)]
                          for c in self.captured],
         }
@@ -121,10 +117,10 @@ def read_summary(content: Mapping[str, Any], costs: Sequence[Cost]) -> GraphSumm
         tuple(map(int, content["outputs"])), tuple(map(int, content["output_grads"])),
         tuple(map(int, content["input_grads"])), {int(j): int(i) for j, i in content["exits"]},
         read_link(content.get("link")), frozenset(map(int, content.get("once", ()))),
-        frozenset(map(int, content.get("forgotten", ()))))
+        frozenset(map(int, content.get("forgotten", ()))), tuple(map(int, content["held"])),
+        int(content["reserve_at_loss"]))
     return GraphSummary(
         cd.verify(), tuple(computations), tuple(str(shape) for *_, shape in content["storages"]),
-        tuple(map(int, content["held"])), int(content["reserve_at_loss"]),
         tuple(tuple(map(int, c)) for c in content["cuts"]),
         tuple(Captured(str(n), str(o), str(p), int(b), k, tuple(map(int, r)))
               for n, o, p, b, k, r in content["captured"]))

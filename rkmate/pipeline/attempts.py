@@ -448,7 +448,6 @@ def sent_whole(prepared: Prepared, method: Planner, limit: int,
             or prepared.graph.forgotten:
         return None
     return whole_at_once(prepared.graph, prepared.whole, limit, prepared.settings.of_planner,
-                         pinned=prepared.pinned, reserve_at_loss=prepared.reserve_at_loss,
                          time_limit=time_limit)
 
 

@@ -59,7 +59,7 @@ class DeviceRoom:
         """Return bytes that the allocator has for a loop that follows a plan, at most."""
         prepared, plan = planned.prepared, planned.plan
         return reserved_bytes(allocator or self.allocator.again(), prepared.graph, plan.schedule, self.beside,
-                              calls=plan.calls, reserve_at_loss=prepared.reserve_at_loss)
+                              calls=plan.calls)
 
     def fragments(self, planned: Made, reserved: int) -> int:
         """Return bytes of what is reserved for a plan that none of its tensors has, at the least that they

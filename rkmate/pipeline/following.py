@@ -200,7 +200,7 @@ def place_of(prepared: Prepared, limit: int | None, planner: str) -> Path | None
         device.key() if device.elsewhere is None else device.elsewhere.name, prepared.blocked.fingerprint,
         prepared.blocked.traced.wanted, prepared.blocked.variant.name,
         [] if limit is None else [prepared.costs[i].row() for i in range(len(prepared.graph.c))],
-        prepared.pinned, prepared.reserve_at_loss, limit, planner, repr(settings.of_planner),
+        prepared.graph.held, prepared.graph.reserve_at_loss, limit, planner, repr(settings.of_planner),
         repr(replace(settings, run=RunSettings()))]
     name = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return cache_folder() / "plans" / f"{name}.json"

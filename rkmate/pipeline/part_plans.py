@@ -87,7 +87,7 @@ class PartWays:
         schedule = self.schedules[number]
         outcome = Outcome(schedule, "ok", self.ways[number].seconds, smallest=self.smallest,
                           note="a part of a step")
-        solved = replace(self.solved, summary=replace(self.solved.summary, reserve_at_loss=extra))
+        solved = replace(self.solved, summary=replace(self.solved.summary, cd=prepared.graph))
         budget = self.ways[number].saved + self._dropped_by(schedule) + extra
         plan = plan_of(prepared, solved, self.planner, budget, outcome)
         return Planned(plan, prepared)
@@ -97,9 +97,9 @@ def with_bytes_at_loss(prepared: Prepared, extra: int) -> Prepared:
     """Return the part with `extra` bytes that have to be free at the loss (`Settings.loss_bytes`)."""
     traced = prepared.blocked.traced
     traced = replace(traced, settings=replace(traced.settings, loss_bytes=extra))
-    return replace(prepared, blocked=replace(prepared.blocked, traced=traced), reserve_at_loss=extra,
-                   baseline=simulate(prepared.graph, prepared.whole, pinned=prepared.pinned,
-                                     reserve_at_loss=extra))
+    graph = prepared.graph.with_reserve(extra)
+    return replace(prepared, blocked=replace(prepared.blocked, traced=traced), graph=graph,
+                   baseline=simulate(graph, prepared.whole))
 
 
 @gc_pause()
@@ -157,15 +157,15 @@ def _searched(solved: Solved, method: Planner, share: float) -> Sequence[Schedul
     whole = problem.simulate(whole_step(problem).schedule)
     graph = problem.graph
     least = smallest(method, problem, 0)
-    held = graph.bytes(set(problem.pinned) | set(graph.outputs))
+    held = graph.bytes({*graph.held, *graph.outputs})
     extras = {whole.peak - held}
     if least is not None:
         extras.add(max(1, (whole.peak + 2 * least.peak) // 3 - held))
         lean = least.peak + int(LEAN * (whole.peak - least.peak))
         found += _schedules(method, problem, least.peak)
-        found += _schedules(method, replace(problem, reserve_at_loss=max(1, lean - held)), lean)
+        found += _schedules(method, problem.with_reserve(max(1, lean - held)), lean)
     for extra in sorted(extras):
-        part = replace(problem, reserve_at_loss=extra)
+        part = problem.with_reserve(extra)
         for saved in dict.fromkeys(held + int(min(0.97, share * around) * (whole.saved - held))
                                    for around in (0.0, *AROUND)):
             found += _schedules(method, part, saved + extra)

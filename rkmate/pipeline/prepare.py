@@ -35,7 +35,7 @@ from rkmate.ir.kernels import choose_kernels
 from rkmate.ir.link import Link
 from rkmate.ir.plan import BlockInfo, Origin
 from rkmate.ir.recompute import checkpointed
-from rkmate.ir.schedule import Schedule, from_order
+from rkmate.ir.schedule import Schedule, save_all
 from rkmate.ir.simulate import Simulation, peak_of_calls, simulate
 from rkmate.measure.analytic import Costs, analytic_costs
 from rkmate.measure.costs import measure, measured_within
@@ -165,11 +165,6 @@ class Prepared:
     costs: Costs
     graph: CDGraph
     """The whole graph with costs."""
-    pinned: tuple[int, ...]
-    """D nodes that are never freed: the user holds the outputs, and autograd the gradient of a scalar that
-    a backward starts from."""
-    reserve_at_loss: int
-    """Bytes left for a loss that the caller computes from large outputs."""
     whole: Schedule
     """The step without rematerialization, its kernels chosen."""
     baseline: Simulation
@@ -223,22 +218,18 @@ class Prepared:
 
     def with_kernels(self, schedule: Schedule, room: int = 0) -> Schedule:
         """Return the schedule with the fastest kernels that leave its peak, or are within `room` bytes."""
-        return choose_kernels(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss,
-                              room=room, known=self._verdict(schedule))
+        return choose_kernels(self.graph, schedule, room=room, known=self._verdict(schedule))
 
     def overlapped(self, schedule: Schedule, limit: int) -> Schedule:
         """Return the schedule with collectives that run while something else computes, within `limit`
         bytes."""
         if self.settings.calls != 1:
             return schedule
-        return overlapped(self.graph, schedule, limit, pinned=self.pinned,
-                          reserve_at_loss=self.reserve_at_loss)
+        return overlapped(self.graph, schedule, limit)
 
     def peak(self, schedule: Schedule, calls: int) -> int:
         """Return the simulated peak, in bytes, of a step of `calls` calls that follow a schedule."""
-        return self.simulate(schedule).peak if calls == 1 else \
-            peak_of_calls(self.graph, schedule, calls, pinned=self.pinned,
-                          reserve_at_loss=self.reserve_at_loss)
+        return self.simulate(schedule).peak if calls == 1 else peak_of_calls(self.graph, schedule, calls)
 
     def after(self, seconds: float) -> Prepared:
         """Return a copy whose 'measure' stage is longer by `seconds`."""
@@ -275,7 +266,7 @@ class Prepared:
         """The simulator's verdict on the step as the program checkpoints it; None where it does not."""
         if not self.regions:
             return None
-        schedule = self.with_kernels(checkpointed(self.graph, self.regions, self.pinned))
+        schedule = self.with_kernels(checkpointed(self.graph, self.regions))
         return AsCheckpointed(self.peak(schedule, self.settings.calls), self.simulate(schedule).seconds,
                               len(set(self.regions) - {None}))
 
@@ -283,7 +274,7 @@ class Prepared:
         """Return the simulator's verdict on a schedule of this model."""
         found = self._verdict(schedule)
         if found is None:
-            found = simulate(self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss)
+            found = simulate(self.graph, schedule)
             self._verdicts[1:] = [(schedule, found)]
         return found
 
@@ -389,19 +380,15 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
     if costs is None and link is None:
         settings = traced.settings
         link = link_of(settings.offload, devices.of(traced.device), settings.costs, settings.calls)
-    graph = cd.with_costs(known[i] for i in range(len(cd.c)))
-    if link is not None:
-        graph = replace(graph, link=link)
-    plain, wishes = graph, blocked.wishes
-    if wishes:
-        graph = replace(graph, once=wishes.once, forgotten=wishes.forgotten)
-    pinned = (*parts.program.pinned, *(j for j in cd.output_grads if cd.d[j].size <= 16))
-    reserve = reserve_for_loss(graph) if traced.settings.loss_bytes is None else traced.settings.loss_bytes
-    whole = choose_kernels(plain, from_order(plain, range(len(graph.c)), graph.loss, pinned), pinned=pinned,
-                           reserve_at_loss=reserve)
+    reserve = reserve_for_loss(cd) if traced.settings.loss_bytes is None else traced.settings.loss_bytes
+    held = (*parts.program.pinned, *(j for j in cd.output_grads if cd.d[j].size <= 16))
+    plain = replace(cd.with_costs(known[i] for i in range(len(cd.c))), link=link, held=held,
+                    reserve_at_loss=reserve)
+    wishes = blocked.wishes
+    graph = replace(plain, once=wishes.once, forgotten=wishes.forgotten) if wishes else plain
+    whole = choose_kernels(plain, save_all(plain))
     return Prepared(
-        blocked, known, graph, pinned, reserve, whole,
-        simulate(graph, whole, pinned=pinned, reserve_at_loss=reserve), block_infos(parts, blocked.classes),
+        blocked, known, graph, whole, simulate(graph, whole), block_infos(parts, blocked.classes),
         {**blocked.stage_seconds, "measure": time.perf_counter() - start})
 
 

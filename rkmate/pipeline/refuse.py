@@ -55,7 +55,7 @@ def seconds_of_any(prepared: Prepared, limit: int) -> float:
 
 
 def _program(prepared: Prepared) -> SaveSetProgram:
-    return program_of(prepared.searched, prepared.pinned, prepared.reserve_at_loss, prepared.of_graph)
+    return program_of(prepared.searched, prepared.of_graph)
 
 
 # -- Fractions of what the model takes -------------------------------------------------------------
@@ -202,8 +202,7 @@ def lean_schedule(prepared: Prepared, method: Planner, limit: int) -> Outcome | 
 def with_budget_spent(prepared: Prepared, outcome: Outcome, schedule: Schedule, limit: int) -> Outcome:
     """Return an outcome whose schedule is this one, with what it leaves of the budget spent."""
     if prepared.settings.calls == 1:
-        schedule = finish(prepared.graph, schedule, limit, pinned=prepared.pinned,
-                          reserve_at_loss=prepared.reserve_at_loss)
+        schedule = finish(prepared.graph, schedule, limit)
     return replace(outcome, schedule=schedule, seconds=prepared.simulate(schedule).seconds, ops=(),
                    bound=None, others=())
 
@@ -273,7 +272,7 @@ def _wished(refused: Refused) -> str:
 
 def _with_room(refused: Refused) -> str:
     """Return what an error says about room for a loss outside of the model, where much is left for one."""
-    room = refused.prepared.reserve_at_loss
+    room = refused.prepared.graph.reserve_at_loss
     if refused.prepared.settings.loss_bytes is not None or room < max(
             LARGE_ROOM * (refused.named or 0), 2 * LOSS_SCALARS):
         return ""
@@ -353,7 +352,7 @@ def _leanest(blocked: Blocked, counted: Costs) -> Prepared:
 
 
 def _bound(prepared: Prepared) -> int:
-    return least_memory(prepared.graph, prepared.pinned)
+    return least_memory(prepared.graph)
 
 
 def _most(lean: Prepared, counted: Costs, budget: Budget) -> int | None:

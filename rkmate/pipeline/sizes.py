@@ -221,10 +221,10 @@ def _up(size: int, ratio: float) -> int:
 
 def _best(prepared: Prepared, schedules: Sequence[Schedule], limit: int, note: str) -> Candidate | None:
     """Return the fastest within the limit, with what is left of it spent."""
-    graph, pinned, reserve = prepared.graph, prepared.pinned, prepared.reserve_at_loss
+    graph = prepared.graph
     found: list[Candidate] = []
     for other in schedules:
-        judged = [from_order(graph, other.order, other.loss_at, pinned)]
+        judged = [from_order(graph, other.order, other.loss_at)]
         if other.copied and graph.link is not None:
             judged.append(by_own_kernels(other))        # at another size there may be others
         for schedule in judged:
@@ -240,7 +240,7 @@ def _best(prepared: Prepared, schedules: Sequence[Schedule], limit: int, note: s
     best = min(found, key=lambda c: (c.seconds, c.peak))
     if best.peak > limit * (1 - UNUSED) or best.schedule.copied:
         return best
-    schedule = finish(graph, best.schedule, limit, pinned=pinned, reserve_at_loss=reserve)
+    schedule = finish(graph, best.schedule, limit)
     seconds = _seconds(prepared, schedule, limit)
     if seconds > best.seconds:          # the room was for larger tiles
         return best

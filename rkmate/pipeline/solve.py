@@ -89,7 +89,7 @@ def solve_with(prepared: Prepared, sets: Sequence[OptionSet]) -> Problem:
     """Return a planner's problem, of known options."""
     return Problem(
         prepared.searched, chain_of(prepared, sets), tuple(b.c for b in prepared.partition.blocks),
-        prepared.pinned, prepared.reserve_at_loss, stages_of(prepared), prepared.regions, prepared.of_graph)
+        stages_of(prepared), prepared.regions, prepared.of_graph)
 
 
 def options_of(prepared: Prepared) -> tuple[OptionSet, ...]:
@@ -151,7 +151,7 @@ def summarise(prepared: Prepared) -> GraphSummary:
         for i, (node, block) in enumerate(zip(program.operation, parts.block_of, strict=True)))
     return GraphSummary(
         prepared.graph, computations, tuple(_shape(owner.meta.get(VALUE)) for owner in program.owner),
-        prepared.pinned, prepared.reserve_at_loss, tuple(tuple(sorted(c)) for c in parts.cuts),
+        tuple(tuple(sorted(c)) for c in parts.cuts),
         _captured(prepared, module_of))
 
 

@@ -94,16 +94,16 @@ def members(nodes: int) -> list[int]:
     return result
 
 
-def forward_dag(graph: CDGraph, pinned: Iterable[int] = ()) -> Dag:
+def forward_dag(graph: CDGraph) -> Dag:
     """Return the forward of a CD graph: one node a computation, as large as its outputs.
 
     What the user holds counts 0 bytes: no strategy can free it.
     """
-    pinned = set(pinned)
+    held = set(graph.held)
     edges = sorted({(p, i) for i in graph.forward for j in graph.c[i].inputs
                     if (p := graph.producer[j]) is not None})
     return Dag(tuple(graph.c[i].time for i in graph.forward),
-               tuple(graph.bytes(j for j in graph.c[i].outputs if j not in pinned)
+               tuple(graph.bytes(j for j in graph.c[i].outputs if j not in held)
                      for i in graph.forward), tuple(edges))
 
 
@@ -130,10 +130,9 @@ class TrainedForward:
         return tuple(sum((1 << self.nodes[v] for v in members(lower)), constants) for lower in sets)
 
 
-def trained_forward(graph: CDGraph, block_c: Iterable[Iterable[int]],
-                    pinned: Iterable[int] = ()) -> TrainedForward:
+def trained_forward(graph: CDGraph, block_c: Iterable[Iterable[int]]) -> TrainedForward:
     """Leave out of the forward the C nodes that belong to no block: they depend on no block's."""
-    whole = forward_dag(graph, pinned)
+    whole = forward_dag(graph)
     nodes = sorted({c for block in block_c for c in block if c < graph.loss})
     place = {c: v for v, c in enumerate(nodes)}
     edges = tuple((place[v], place[w]) for v, w in whole.edges if v in place and w in place)
@@ -205,7 +204,7 @@ def canonical(graph: CDGraph, dag: Dag, sets: Sequence[int], *,
     return Canonical(tuple(order), graph.loss, tuple(part))
 
 
-def without_liveness(graph: CDGraph, strategy: Canonical, pinned: Iterable[int] = ()) -> Schedule:
+def without_liveness(graph: CDGraph, strategy: Canonical) -> Schedule:
     """Return the schedule that frees at the end of each block's forward and backward only. Raises `WishError`
     if the user wishes data to be kept or computed again."""
     if graph.once or graph.forgotten:
@@ -214,7 +213,7 @@ def without_liveness(graph: CDGraph, strategy: Canonical, pinned: Iterable[int] 
     steps: list[Step] = []
     waiting: list[Step] = []
     k = 0
-    for step in from_order(graph, strategy.order, strategy.loss_at, pinned).steps:
+    for step in from_order(graph, strategy.order, strategy.loss_at).steps:
         if isinstance(step, Free):
             waiting.append(step)
             continue

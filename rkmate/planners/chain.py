@@ -142,7 +142,7 @@ def _regions(problem: Problem) -> list[Candidate]:
     graph, found = problem.graph, []
     for region in filter(None, (problem.regions, *(
             _groups(problem, n) for n in range(1, MOST_BLOCKS + 1)))):
-        schedule = checkpointed(graph, region, problem.pinned)
+        schedule = checkpointed(graph, region)
         if not unmet_wishes(graph, schedule):
             result = problem.simulate(schedule)
             found.append(Candidate(schedule, result.peak, result.seconds))
@@ -265,6 +265,6 @@ def _least(problem: Problem) -> Least:
 
 def expanded(problem: Problem, ops: Sequence[Op]) -> Candidate:
     """Return the flat schedule of a sequence of block operations, without values that nothing reads."""
-    schedule = without_waste(problem.graph, *expand(problem, ops), problem.pinned)
+    schedule = without_waste(problem.graph, *expand(problem, ops))
     result = problem.simulate(schedule)
     return Candidate(schedule, result.peak, result.seconds, NOTE, tuple(ops))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -80,12 +80,10 @@ Term = tuple[float, Value]
 class CheckmateModel:
     """The program; the budget is a variable with equal bounds, so one model serves all budgets."""
 
-    def __init__(self, graph: CDGraph, recompute: Recompute = "any",
-                 pinned: Iterable[int] = (), reserve_at_loss: int = 0) -> None:
+    def __init__(self, graph: CDGraph, recompute: Recompute = "any") -> None:
         self.graph = graph
-        self.reserve = reserve_at_loss
-        self._loss_keeps = min(reserve_at_loss, LOSS_SCALARS)
-        self.pinned = set(pinned)
+        self._loss_keeps = min(graph.reserve_at_loss, LOSS_SCALARS)
+        self.held = frozenset(graph.held)
         n = len(graph.c)
         self.base_seconds = sum(c.time for c in graph.c)
         self.second = (self.base_seconds or 1.0) / UNITS
@@ -96,7 +94,7 @@ class CheckmateModel:
         self.R = {(t, i): self._variable(f"R_{t}_{i}", cost=graph.c[i].time / self.second, integer=True)
                   for t in range(n) for i in self.rerunnable[t]}
         self._fixed = self._gradients()
-        self._free = [made is not None and made < graph.loss and j not in self.pinned
+        self._free = [made is not None and made < graph.loss and j not in self.held
                       and j not in graph.inputs for j, made in enumerate(graph.producer)]
         self._now: dict[int, Value] = {}      # retention of each value, so far
         self._used: Value = 0                 # U of the paper, so far
@@ -121,11 +119,11 @@ class CheckmateModel:
                 continue
             elif made >= graph.loss:
                 first, last = made + 1, max([*graph.readers[j], graph.releases.get(j, -1)], default=-1)
-            elif j in self.pinned:
+            elif j in self.held:
                 first, last = made + 1, n
             else:
                 continue
-            if j in graph.input_grads or j in self.pinned:
+            if j in graph.input_grads or j in self.held:
                 last = n
             for t in range(first, min(last, n) + 1):
                 result[t] += node.size
@@ -165,10 +163,10 @@ class CheckmateModel:
         for j in graph.outputs:
             if self._free[j]:
                 self._require((1, 1), (-1, self._now[j]))
-        extra = max(graph.bytes(graph.output_grads) + self._loss_keeps, self.reserve)
-        pinned = sum(graph.d[j].size for j in self.pinned
+        extra = max(graph.bytes(graph.output_grads) + self._loss_keeps, graph.reserve_at_loss)
+        held = sum(graph.d[j].size for j in self.held
                    if (made := graph.producer[j]) is not None and made < graph.loss)
-        self._require((1, self._used), ((extra + pinned) / self.byte, 1), (-1, self.budget))
+        self._require((1, self._used), ((extra + held) / self.byte, 1), (-1, self.budget))
         change: list[Term] = []
         for j in graph.outputs:
             if self._free[j]:
@@ -320,9 +318,8 @@ class CheckmateSolution:
 class Checkmate:
     """The program of one graph, for any budget in bytes."""
 
-    def __init__(self, graph: CDGraph, recompute: Recompute = "any", pinned: Iterable[int] = (),
-                 reserve_at_loss: int = 0) -> None:
-        self.model = CheckmateModel(graph, recompute, pinned, reserve_at_loss)
+    def __init__(self, graph: CDGraph, recompute: Recompute = "any") -> None:
+        self.model = CheckmateModel(graph, recompute)
         self.highs = Highs(self.model.program)
 
     def solve(self, budget: int, *, time_limit: float = TIME_LIMIT, gap: float = 0.0,
@@ -346,9 +343,8 @@ class Checkmate:
             if status in (Status.INFEASIBLE, Status.TIMED_OUT):
                 return CheckmateSolution(None, Status.TIMED_OUT if margin else status, math.inf, bound)
             order, loss_at = model.order(answer.values)
-            schedule = from_order(model.graph, order, loss_at, model.pinned)
-            result = simulate(model.graph, schedule, pinned=model.pinned,
-                              reserve_at_loss=model.reserve)
+            schedule = from_order(model.graph, order, loss_at)
+            result = simulate(model.graph, schedule)
             if result.peak <= budget:
                 if margin and result.seconds > bound * (1 + max(gap, 1e-9)):
                     status = Status.FEASIBLE
@@ -375,7 +371,7 @@ def recompute_of(graph: CDGraph) -> Recompute:
 def program_of(problem: Problem) -> Checkmate:
     """Return the program of a captured model; one program serves every budget."""
     return problem.once("checkmate program", lambda: Checkmate(
-        problem.graph, recompute_of(problem.graph), problem.pinned, problem.reserve_at_loss))
+        problem.graph, recompute_of(problem.graph)))
 
 
 def _too_large(problem: Problem, what: str) -> Outcome | None:
@@ -443,13 +439,13 @@ def round_relaxation(model: CheckmateModel, values: Mapping[str, float],
     loss_at = n
     for t in range(n):
         if t == graph.loss:
-            order += sorted(missing_nodes(graph, graph.outputs, there | model.pinned))
+            order += sorted(missing_nodes(graph, graph.outputs, there | model.held))
             there |= {j for i in order for j in graph.c[i].outputs if j in graph.outputs}
             loss_at = len(order)
         node = graph.c[t]
         made_here = set(node.outputs)
         wanted = (*node.inputs, *sorted(stay[t + 1] - made_here))
-        before = sorted(missing_nodes(graph, wanted, there | model.pinned, {t}))
+        before = sorted(missing_nodes(graph, wanted, there | model.held, {t}))
         made = {j for i in before for j in graph.c[i].outputs} | made_here
         order += [*before, t]
         there = {j for j in there | made if j in stay[t + 1]}

@@ -11,7 +11,6 @@ deterministic.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rkmate.ir.cd import CDGraph
@@ -28,10 +27,10 @@ LIMIT = 8.0
 class OfflineDtr:
     """A run of the policy."""
 
-    def __init__(self, graph: CDGraph, limit: int, pinned: Iterable[int] = ()) -> None:
+    def __init__(self, graph: CDGraph, limit: int) -> None:
         self.graph = graph
         self.limit = limit
-        self.pinned = set(pinned)
+        self.held = set(graph.held)
         self.order: list[int] = []
         self.loss_at = len(graph.c)
         self._there: set[int] = set()
@@ -86,7 +85,7 @@ class OfflineDtr:
 
     def _release(self, j: int) -> None:
         self._uses[j] -= 1
-        if not self._uses[j] and j in self._there and j not in self.pinned and not self._locks[j]:
+        if not self._uses[j] and j in self._there and j not in self.held and not self._locks[j]:
             self._drop(j)
 
     def _compute(self, c: int) -> bool:
@@ -121,7 +120,7 @@ class OfflineDtr:
             for j in (*node.inputs, *node.outputs):
                 # Made again for another value's sake, or never read at all.
                 if (not self._uses[j] and not self._locks[j] and j in self._there
-                        and j not in self.pinned):
+                        and j not in self.held):
                     self._drop(j)
         return True
 
@@ -137,7 +136,7 @@ class OfflineDtr:
             for j in sorted(self._there):
                 made = graph.producer[j]
                 size = graph.d[j].size
-                if (made is None or made >= graph.loss or self._locks[j] or j in self.pinned
+                if (made is None or made >= graph.loss or self._locks[j] or j in self.held
                         or not size):
                     continue
                 h = self._projected(j) / (size * max(self._clock - self._access[j], 1e-12))
@@ -196,10 +195,10 @@ class OfflineDtr:
         return j
 
 
-def dtr_order(graph: CDGraph, limit: int, pinned: Iterable[int] = ()) -> tuple[list[int], int] | None:
+def dtr_order(graph: CDGraph, limit: int) -> tuple[list[int], int] | None:
     """Return the order of C nodes that the policy makes within `limit` bytes, and where the loss stands; None
     when something does not fit or when it computes more than `LIMIT` times the step."""
-    replay = OfflineDtr(graph, limit, pinned)
+    replay = OfflineDtr(graph, limit)
     return (replay.order, replay.loss_at) if replay.run() else None
 
 
@@ -241,5 +240,5 @@ class DtrOffline:
         return outcome
 
     def _replayed(self, problem: Problem, memory: int) -> Candidate | None:
-        found = dtr_order(problem.graph, memory, problem.pinned)
+        found = dtr_order(problem.graph, memory)
         return None if found is None else judged(problem, *found, f"policy at {memory} bytes")

@@ -8,7 +8,7 @@ budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -22,8 +22,8 @@ from rkmate.planners.protocol import Candidate, Problem
 _ROUNDS = 8
 
 
-def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[int] = (),
-           reserve_at_loss: int = 0, judge: Callable[[Schedule], Simulation] | None = None) -> Schedule:
+def finish(graph: CDGraph, schedule: Schedule, budget: int, *,
+           judge: Callable[[Schedule], Simulation] | None = None) -> Schedule:
     """Return a schedule at least as fast as `schedule`, whose simulated peak is within `budget` bytes.
 
     `schedule` itself must be within the budget. One with copies is returned as it is: what they spare is
@@ -31,16 +31,15 @@ def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[
     """
     if schedule.copied:
         return schedule
-    pinned = tuple(pinned)
-    judge = judge or partial(simulate, graph, pinned=pinned, reserve_at_loss=reserve_at_loss)
-    best = without_waste(graph, schedule.order, schedule.loss_at, pinned)
+    judge = judge or partial(simulate, graph)
+    best = without_waste(graph, schedule.order, schedule.loss_at)
     found = judge(best)
     for _ in range(_ROUNDS):
-        dropped = _keep_more(graph, best, found.timeline, budget, pinned)
+        dropped = _keep_more(graph, best, found.timeline, budget)
         if not dropped:
             return best
         order, loss_at = without_runs(best, dropped)
-        shorter = without_waste(graph, order, loss_at, pinned)
+        shorter = without_waste(graph, order, loss_at)
         after = judge(shorter)
         if after.peak > budget:
             return best
@@ -50,8 +49,7 @@ def finish(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[
 
 def finished(problem: Problem, schedule: Schedule, budget: int) -> Candidate:
     """Return what `finish` makes of a schedule within the budget, with its simulated figures."""
-    schedule = finish(problem.graph, schedule, budget, pinned=problem.pinned,
-                      judge=problem.simulate)
+    schedule = finish(problem.graph, schedule, budget, judge=problem.simulate)
     result = problem.simulate(schedule)
     return Candidate(schedule, result.peak, result.seconds)
 
@@ -69,18 +67,17 @@ def without_runs(schedule: Schedule, places: set[int]) -> tuple[list[int], int]:
     return order, loss_at
 
 
-def without_waste(graph: CDGraph, order: Sequence[int], loss_at: int, pinned: tuple[int, ...]) -> Schedule:
+def without_waste(graph: CDGraph, order: Sequence[int], loss_at: int) -> Schedule:
     """Return the schedule of an order without repeated computations none of whose outputs is read before it
     is made anew.
 
     What the user holds is never made anew: it is there.
     """
-    lean = recompute.without_waste(graph, *as_wished(graph, list(order), loss_at), pinned)
-    return from_order(graph, lean.order, lean.loss_at, pinned)
+    lean = recompute.without_waste(graph, *as_wished(graph, list(order), loss_at))
+    return from_order(graph, lean.order, lean.loss_at)
 
 
-def _keep_more(graph: CDGraph, schedule: Schedule, memory: Sequence[int], budget: int,
-               pinned: tuple[int, ...]) -> set[int]:
+def _keep_more(graph: CDGraph, schedule: Schedule, memory: Sequence[int], budget: int) -> set[int]:
     """Step indices of recomputations that can go together within the budget. `memory`: the simulator's, per
     step."""
     steps = schedule.steps
@@ -94,7 +91,7 @@ def _keep_more(graph: CDGraph, schedule: Schedule, memory: Sequence[int], budget
         if step.c in seen and graph.forgotten.isdisjoint(node.outputs):
             gone = freed_after(steps, k)
             gaps = [(last_use[j], k, graph.d[j].size) for j in node.outputs
-                    if j not in gone and j not in pinned]
+                    if j not in gone and j not in graph.held]
             area = sum(size * (b - a) for a, b, size in gaps)
             candidates.append((-node.time / (area + 1), k, gaps))
         seen.add(step.c)

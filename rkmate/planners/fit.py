@@ -37,15 +37,15 @@ class Fitted:
 def fit(problem: Problem, schedule: Schedule, budget: int) -> Fitted:
     """Return a schedule whose peak is within `budget` bytes, and that makes again what a given one does, and
     more. One that is within the budget is finished only."""
-    graph, pinned = problem.graph, tuple(problem.pinned)
-    schedule = without_waste(graph, schedule.order, schedule.loss_at, pinned)
+    graph = problem.graph
+    schedule = without_waste(graph, schedule.order, schedule.loss_at)
     result, done = problem.simulate(schedule), 1
     while result.peak > budget:
         above = _above(result, budget)
         for order, loss_at in _choices(problem, schedule, result, budget):
             if done == SIMULATIONS:
                 return Fitted(None, done)
-            smaller = without_waste(graph, order, loss_at, pinned)
+            smaller = without_waste(graph, order, loss_at)
             after, done = problem.simulate(smaller), done + 1
             if after.peak <= result.peak and _above(after, budget) < above:
                 schedule, result = smaller, after
@@ -64,7 +64,7 @@ def _choices(problem: Problem, schedule: Schedule, result: Simulation, budget: i
              ) -> Iterator[tuple[list[int], int]]:
     """Yield orders that forget more at the peak, and their numbers of computations before the loss: first as
     many values as bytes are missing, then one value each."""
-    graph, order, pinned = problem.graph, schedule.order, frozenset(problem.pinned)
+    graph, order, held = problem.graph, schedule.order, frozenset(problem.graph.held)
     loss_at = schedule.loss_at
     there, before, position, busy = _memory(graph, schedule, result.peak_at)
     missing = result.peak - budget
@@ -73,14 +73,14 @@ def _choices(problem: Problem, schedule: Schedule, result: Simulation, budget: i
         for j in (*graph.c[order[k]].inputs, *graph.c[order[k]].outputs):
             comes.setdefault(j, k)
     found: list[tuple[float, int, int, set[int]]] = []
-    for j in there.difference(busy, pinned, graph.decided, graph.inputs):
+    for j in there.difference(busy, held, graph.decided, graph.inputs):
         made = graph.producer[j]
         if made is None or made >= graph.loss or (position <= loss_at and j in graph.outputs):
             continue
         reader = comes.get(j)
         if reader is None or order[reader] == made:
             continue
-        again = missing_nodes(graph, (j,), before[reader] - {j} | pinned)
+        again = missing_nodes(graph, (j,), before[reader] - {j} | held)
         if again.isdisjoint(graph.once):
             seconds = sum(graph.c[i].time for i in again)
             found.append((seconds / max(1, min(graph.d[j].size, missing)), j, reader, again))

@@ -323,7 +323,7 @@ class LowerSetPlanner:
 
     def _candidates(self, problem: Problem, time_limit: float) -> list[Candidate]:
         graph = problem.graph
-        forward = trained_forward(graph, problem.block_c, problem.pinned)
+        forward = trained_forward(graph, problem.block_c)
         dag = forward.dag
         if not len(dag):
             return [judged(problem, range(len(graph.c)), graph.loss)]
@@ -344,7 +344,7 @@ class LowerSetPlanner:
                 if self.liveness:
                     result.append(judged(problem, strategy.order, strategy.loss_at, note))
                 elif _draws_in_order(graph, strategy):
-                    schedule = without_liveness(graph, strategy, problem.pinned)
+                    schedule = without_liveness(graph, strategy)
                     seen = problem.simulate(schedule)
                     result.append(Candidate(schedule, seen.peak, seen.seconds, note))
         return result
@@ -409,7 +409,7 @@ def _prefixes(dag: Dag, ends: Sequence[int]) -> list[int]:
 
 def _chen(problem: Problem) -> list[Candidate]:
     """Return sqrt(n) segments, and those of algorithm 3 with several b."""
-    forward = trained_forward(problem.graph, problem.block_c, problem.pinned)
+    forward = trained_forward(problem.graph, problem.block_c)
     dag = forward.dag
     whole = (1 << len(dag)) - 1
     total = dag.bytes(whole)

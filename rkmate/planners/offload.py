@@ -21,7 +21,6 @@ stands before moment k.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,20 +88,20 @@ class Gaps:
         return int((self.memory + np.cumsum(change)[:-1]).max(initial=0))
 
 
-def may_be_sent(graph: CDGraph, pinned: Collection[int], *, gradients: bool = False) -> list[bool]:
+def may_be_sent(graph: CDGraph, *, gradients: bool = False) -> list[bool]:
     """Return for each D node whether it may be away: a forward value that nothing else holds or waits for.
     `gradients`: values of the backward may be away, too."""
-    held = {*pinned, *graph.outputs, *graph.decided, *graph.forgotten, *graph.input_grads, *graph.releases}
-    return [made is not None and (gradients or made < graph.loss) and node.size > 0 and j not in held
+    stays = {*graph.held, *graph.outputs, *graph.decided, *graph.forgotten, *graph.input_grads,
+             *graph.releases}
+    return [made is not None and (gradients or made < graph.loss) and node.size > 0 and j not in stays
             for j, (node, made) in enumerate(zip(graph.d, graph.producer, strict=True))]
 
 
-def gaps_of(graph: CDGraph, schedule: Schedule, pinned: Collection[int] = (),
-            reserve_at_loss: int = 0) -> Gaps:
+def gaps_of(graph: CDGraph, schedule: Schedule) -> Gaps:
     """Return the gaps of a schedule that copies nothing. `graph.link` says how long copies take."""
     assert graph.link is not None
-    timeline = simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve_at_loss).timeline
-    sendable = may_be_sent(graph, pinned)
+    timeline = simulate(graph, schedule).timeline
+    sendable = may_be_sent(graph)
     begins: list[int] = []
     memory: list[int] = []
     seconds: list[float] = []
@@ -334,18 +333,18 @@ class Offloaded:
     simulation: Simulation
 
 
-def offload(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Collection[int] = (),
-            reserve_at_loss: int = 0, until: float = float("inf")) -> Offloaded | None:
+def offload(graph: CDGraph, schedule: Schedule, budget: int, *,
+            until: float = float("inf")) -> Offloaded | None:
     """Return the schedule with copies that keep it within `budget` bytes, waiting as little as is known.
 
     Return None where no copies do, or where the time (`until`, of `time.perf_counter`) is over. `schedule`
     copies nothing itself; if it fits without copies, it is returned.
     """
-    gaps = gaps_of(graph, schedule, pinned, reserve_at_loss)
+    gaps = gaps_of(graph, schedule)
     link = graph.link
     assert link is not None
     if int(gaps.memory.max(initial=0)) <= budget:
-        return judged_within(graph, schedule, budget, pinned, reserve_at_loss)
+        return judged_within(graph, schedule, budget)
     limit = budget - link.buffer_bytes
     if gaps.least > limit:
         return None
@@ -370,19 +369,18 @@ def offload(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Collecti
     waits, placement = best
     if waits:
         waits = without_each(placement, limit, waits, until)
-    found = judged_within(graph, with_copies(placement), budget, pinned, reserve_at_loss)
+    found = judged_within(graph, with_copies(placement), budget)
     _give_room(placement, limit)
-    easy = judged_within(graph, with_copies(placement), budget, pinned, reserve_at_loss)
+    easy = judged_within(graph, with_copies(placement), budget)
     if found is None or (easy is not None and easy.simulation.seconds <= found.simulation.seconds):
         found = easy
     return found
 
 
-def judged_within(graph: CDGraph, schedule: Schedule, budget: int, pinned: Collection[int],
-                  reserve_at_loss: int) -> Offloaded | None:
+def judged_within(graph: CDGraph, schedule: Schedule, budget: int) -> Offloaded | None:
     """Simulate a schedule; return None if it needs more memory than the budget, or more room at the other end
     of the link than there is."""
-    result = simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve_at_loss)
+    result = simulate(graph, schedule)
     most = None if graph.link is None else graph.link.most_bytes
     fits = result.peak <= budget and (most is None or result.away <= most)
     return Offloaded(schedule, result) if fits else None

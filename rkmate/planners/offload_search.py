@@ -21,9 +21,9 @@ from rkmate.planners.protocol import Candidate, Outcome, Problem, best, found_in
 from rkmate.planners.settings import PlannerSettings
 
 
-def without_copies(graph: CDGraph, schedule: Schedule, pinned: Collection[int]) -> Schedule:
+def without_copies(graph: CDGraph, schedule: Schedule) -> Schedule:
     """Return the schedule of the same computations that keeps everything that is needed again in memory."""
-    return from_order(graph, schedule.order, schedule.loss_at, pinned)
+    return from_order(graph, schedule.order, schedule.loss_at)
 
 
 def runs_by_price(graph: CDGraph, schedule: Schedule) -> list[int]:
@@ -42,16 +42,14 @@ def runs_by_price(graph: CDGraph, schedule: Schedule) -> list[int]:
     return [k for _, k in sorted(found)]
 
 
-def fewer_runs(graph: CDGraph, schedule: Schedule, dropped: Collection[int],
-               pinned: Sequence[int]) -> Schedule:
+def fewer_runs(graph: CDGraph, schedule: Schedule, dropped: Collection[int]) -> Schedule:
     """Return the schedule without the recomputations at `dropped` step indices, nor what ran again only for
     them."""
     order, loss_at = without_runs(schedule, set(dropped))
-    return without_waste(graph, order, loss_at, tuple(pinned))
+    return without_waste(graph, order, loss_at)
 
 
-def one_more_run(graph: CDGraph, schedule: Schedule, d: int, at: int,
-                 pinned: Sequence[int]) -> Schedule | None:
+def one_more_run(graph: CDGraph, schedule: Schedule, d: int, at: int) -> Schedule | None:
     """Return the schedule that makes a D node anew right before the step with index `at`, which reads it;
     None where what decides, or adds to a gradient, would run again."""
     alive = set(graph.inputs)
@@ -73,7 +71,7 @@ def one_more_run(graph: CDGraph, schedule: Schedule, d: int, at: int,
         elif isinstance(step, Free) and k < at:
             alive.discard(step.d)
     assert place
-    return without_waste(graph, order, loss_at, tuple(pinned))
+    return without_waste(graph, order, loss_at)
 
 
 NEAR = 1e-9
@@ -223,8 +221,8 @@ class _Search:
                 or base.schedule.seconds(graph) >= self.fastest * (1 - NEAR):
             return None
         self._sent.add(base.schedule)
-        found = _sent(self.problem, base.schedule, self.budget,
-                      min(start + self._copying, start + share * (self._until - start)))
+        found = offload(graph, base.schedule, self.budget,
+                        until=min(start + self._copying, start + share * (self._until - start)))
         self._copying -= time.perf_counter() - start
         if found is None:
             return None
@@ -237,7 +235,7 @@ class _Search:
         self._until = time.perf_counter() + self.left
         bases: dict[Schedule, Candidate] = {}
         for c in sorted(self.inside, key=lambda c: (c.seconds, c.peak)):
-            alone = without_copies(self.problem.graph, c.schedule, self.problem.pinned)
+            alone = without_copies(self.problem.graph, c.schedule)
             bases.setdefault(alone, replace(c, schedule=alone))
         for base in list(bases.values())[:2]:
             self._drop_many(base)
@@ -249,14 +247,14 @@ class _Search:
 
     def _drop_many(self, base: Candidate) -> None:
         """Drop the most expensive of a schedule's recomputations; try several numbers of them."""
-        graph, pinned = self.problem.graph, self.problem.pinned
+        graph = self.problem.graph
         runs = runs_by_price(graph, base.schedule)
         step = number = len(runs) / 2
         for _ in range(DROPPED):
             tried = []
             for n in dict.fromkeys((round(number), round(number - step / 2), round(number + step / 2))):
                 if 0 < n <= len(runs) and not self._is_over():
-                    fewer = fewer_runs(graph, base.schedule, runs[:n], pinned)
+                    fewer = fewer_runs(graph, base.schedule, runs[:n])
                     found = self.send(replace(base, schedule=fewer))
                     if found is not None:
                         tried.append((found.seconds, n))
@@ -266,14 +264,14 @@ class _Search:
 
     def _trade_one(self) -> bool:
         """Drop one recomputation, or one copy, of the fastest schedule. Returns whether that was faster."""
-        graph, pinned = self.problem.graph, self.problem.pinned
+        graph = self.problem.graph
         c = min(self.inside, key=lambda c: (c.seconds, c.peak), default=None)
         if c is None:
             return False
-        base = without_copies(graph, c.schedule, pinned)
+        base = without_copies(graph, c.schedule)
         before = self.fastest
         for k in runs_by_price(graph, base):
-            self.send(replace(c, schedule=fewer_runs(graph, base, [k], pinned)))
+            self.send(replace(c, schedule=fewer_runs(graph, base, [k])))
             if self._is_over() or self.fastest < before:
                 return self.fastest < before
         link = self.problem.graph.link
@@ -281,11 +279,11 @@ class _Search:
         if not link.computing_seconds_per_byte \
                 and self.problem.simulate(c.schedule).stalled <= NEAR * before:
             return False
-        gaps = gaps_of(graph, base, pinned, self.problem.reserve_at_loss)
+        gaps = gaps_of(graph, base)
         copied = c.schedule.copied
         for d, m in sorted(zip(gaps.d.tolist(), gaps.next.tolist(), strict=True), key=lambda pair: -pair[1]):
             if d in copied and m > gaps.loss:
-                more = one_more_run(graph, base, d, int(gaps.begins[m]), pinned)
+                more = one_more_run(graph, base, d, int(gaps.begins[m]))
                 if more is not None:
                     self.send(replace(c, schedule=more))
                 if self._is_over() or self.fastest < before:
@@ -301,11 +299,6 @@ def _candidate(found: Offloaded, note: str) -> Candidate:
     return Candidate(found.schedule, found.simulation.peak, found.simulation.seconds, "; ".join(words))
 
 
-def _sent(problem: Problem, schedule: Schedule, budget: int, until: float) -> Offloaded | None:
-    return offload(problem.graph, schedule, budget, pinned=problem.pinned,
-                   reserve_at_loss=problem.reserve_at_loss, until=until)
-
-
 def _halfway(until: float) -> float:
     """Return the time halfway between now and `until`."""
     return (time.perf_counter() + until) / 2
@@ -317,15 +310,15 @@ def smallest_with_copies(problem: Problem, base: Candidate, seconds: float) -> C
     until = time.perf_counter() + seconds
     link = problem.graph.link
     assert link is not None
-    gaps = gaps_of(problem.graph, base.schedule, problem.pinned, problem.reserve_at_loss)
+    gaps = gaps_of(problem.graph, base.schedule)
     low, high = gaps.least + link.buffer_bytes, base.peak
-    found = _sent(problem, base.schedule, low, _halfway(until))
+    found = offload(problem.graph, base.schedule, low, until=_halfway(until))
     if found is None:
         for _ in range(SMALLEST_TRIES):
             if high - low <= 1:
                 break
             middle = (low + high) // 2
-            tried = _sent(problem, base.schedule, middle, _halfway(until))
+            tried = offload(problem.graph, base.schedule, middle, until=_halfway(until))
             if tried is None:
                 low = middle
             else:
@@ -334,14 +327,12 @@ def smallest_with_copies(problem: Problem, base: Candidate, seconds: float) -> C
 
 
 def whole_at_once(graph: CDGraph, whole: Schedule, budget: int, settings: PlannerSettings, *,
-                  pinned: Collection[int] = (), reserve_at_loss: int = 0,
                   time_limit: float | None = None) -> Outcome | None:
     """Return the whole step with copies, where they do not make it slower to speak of; None where they do,
     and something else may be faster. `whole`: the step without recomputations; it needs more than the
     budget."""
     seconds = settings.offload_seconds if time_limit is None else min(time_limit, settings.offload_seconds)
-    found = offload(graph, whole, budget, pinned=pinned, reserve_at_loss=reserve_at_loss,
-                    until=time.perf_counter() + seconds)
+    found = offload(graph, whole, budget, until=time.perf_counter() + seconds)
     bound = sum(c.time for c in graph.c)
     if found is None or found.simulation.seconds > bound * (1 + settings.gap_tolerance):
         return None

@@ -17,7 +17,7 @@ although gathering them again costs next to nothing. Planners therefore see what
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,8 +74,7 @@ class _Tail:
     """Most bytes while it computes, above those afterwards."""
 
 
-def overlapped(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Iterable[int] = (),
-               reserve_at_loss: int = 0) -> Schedule:
+def overlapped(graph: CDGraph, schedule: Schedule, budget: int) -> Schedule:
     """Return a schedule at least as fast as `schedule`, whose collectives run while something else computes,
     within `budget` bytes.
 
@@ -83,13 +82,12 @@ def overlapped(graph: CDGraph, schedule: Schedule, budget: int, *, pinned: Itera
     """
     if schedule.copied or schedule.starts or not any(c.exchanges for c in graph.c):
         return schedule
-    pinned = tuple(pinned)
-    before = simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve_at_loss)
+    before = simulate(graph, schedule)
     room = budget - np.array(before.timeline, dtype=np.int64)
     plan = _Overlap(graph, schedule.steps, room)
     plan.start_ahead()
     found = Schedule(tuple(plan.with_late_waits(before.timeline)))
-    after = simulate(graph, found, pinned=pinned, reserve_at_loss=reserve_at_loss)
+    after = simulate(graph, found)
     return found if after.peak <= budget and after.seconds < before.seconds else schedule
 
 

@@ -38,10 +38,6 @@ class Problem:
     """Blocks with their options; local C node indices."""
     block_c: tuple[tuple[int, ...], ...]
     """For each block: the C node of `graph` that each of its local C nodes is."""
-    pinned: tuple[int, ...] = ()
-    """D nodes that the user holds (outputs of the model): never freed."""
-    reserve_at_loss: int = 0
-    """Bytes that the loss, computed outside of the graph, allocates for itself."""
     stages: Stages | None = field(default=None, repr=False)
     """A second chain of the graph: the children of an `nn.Sequential`; None for other models."""
     regions: tuple[int | None, ...] = field(default=(), repr=False)
@@ -62,6 +58,10 @@ class Problem:
         known."""
         return replace(self, chain=chain, of_graph=self._of_graph)
 
+    def with_reserve(self, reserve_at_loss: int) -> Problem:
+        """Return the problem with other bytes for the loss."""
+        return replace(self, graph=self.graph.with_reserve(reserve_at_loss))
+
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result of `make`, computed once per problem. `make` is a pure function of the problem,
         or makes a table of such results that is filled as time allows. The result does not depend on the
@@ -77,8 +77,7 @@ class Problem:
         """Return the judge's word on a schedule. The latest ones are remembered: several steps of a search
         ask for one schedule."""
         latest: dict[Schedule, Simulation] = self.once_of_graph("simulations", dict)
-        found = latest.pop(schedule, None) or simulate(
-            self.graph, schedule, pinned=self.pinned, reserve_at_loss=self.reserve_at_loss)
+        found = latest.pop(schedule, None) or simulate(self.graph, schedule)
         latest[schedule] = found
         if len(latest) > SIMULATIONS:
             del latest[next(iter(latest))]
@@ -86,7 +85,7 @@ class Problem:
 
     def schedule(self, order: Sequence[int], loss_at: int) -> Schedule:
         """Return the schedule that runs an order and frees as early as possible."""
-        return from_order(self.graph, order, loss_at, self.pinned)
+        return from_order(self.graph, order, loss_at)
 
 
 @dataclass(frozen=True)

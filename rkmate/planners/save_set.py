@@ -190,18 +190,17 @@ class SaveSets:
 class SaveSetProgram:
     """The program of a graph, for any budget and any checkpoint times."""
 
-    def __init__(self, graph: CDGraph, pinned: Iterable[int] = (), reserve_at_loss: int = 0) -> None:
+    def __init__(self, graph: CDGraph) -> None:
         self.graph = graph
-        self.pinned = frozenset(pinned)
-        self.reserve_at_loss = reserve_at_loss
+        self.held = frozenset(graph.held)
         self.seconds = sum(c.time for c in graph.c)
         self.made = [-1 if i is None else i for i in graph.producer]
         """The C node of each D node; -1: what comes from outside."""
         self.reads = [tuple(j for j in c.inputs if self.forward(j)) for c in graph.c]
         """The forward values among each C node's inputs."""
-        self.sendable = may_be_sent(graph, self.pinned)
+        self.sendable = may_be_sent(graph)
         """The forward values that may be copied away; used where the graph has a link."""
-        self._gradients = gradient_bytes(graph, self.pinned)
+        self._gradients = gradient_bytes(graph)
         self._programs: dict[tuple[int, ...], _Program] = {}
         self._answers: dict[tuple[int, tuple[int, ...], float], tuple[SaveSets | None, float]] = {}
         """What was solved to its end, with the work that it took."""
@@ -215,18 +214,18 @@ class SaveSetProgram:
     def fixed_bytes(self, at: int | None) -> int:
         """Return memory besides forward values, at a backward node or (None) at the loss: gradients, what the
         node allocates."""
-        pinned = self.graph.bytes(self.pinned)
+        graph, held = self.graph, self.graph.bytes(self.held)
         if at is not None:
-            return pinned + self._gradients[at - self.graph.loss]
-        arriving = self.graph.bytes(self.graph.output_grads) + min(LOSS_SCALARS, self.reserve_at_loss)
-        return pinned + max(arriving, self.reserve_at_loss)
+            return held + self._gradients[at - graph.loss]
+        arriving = graph.bytes(graph.output_grads) + min(LOSS_SCALARS, graph.reserve_at_loss)
+        return held + max(arriving, graph.reserve_at_loss)
 
     @cached_property
     def least_bytes(self) -> int:
         """Bytes that some backward node needs by itself: nothing fits in less."""
         graph = self.graph
         return max((self.fixed_bytes(b) + graph.bytes(
-            j for j in graph.c[b].inputs if self.forward(j) and j not in self.pinned)
+            j for j in graph.c[b].inputs if self.forward(j) and j not in self.held)
             for b in graph.backward), default=0)
 
     def solve(self, budget: int, times: Sequence[int], *, time_limit: float, work: Work | None = None,
@@ -266,7 +265,7 @@ class _Program:
     def _write(self, owner: SaveSetProgram, times: Sequence[int], ends: Sequence[int]) -> Rows:
         graph, reads, made = owner.graph, owner.reads, owner.made
         program = Rows()
-        K = [{j: program.column(f"K_{t}_{j}", int(j in owner.pinned), int(t > 0 or j not in graph.forgotten),
+        K = [{j: program.column(f"K_{t}_{j}", int(j in owner.held), int(t > 0 or j not in graph.forgotten),
                                 integer=True) for j in needed} for t, needed in enumerate(self.needed)]
         # What runs again may do so by another kernel.
         R = [{i: program.column(f"R_{t}_{i}", 0, int(i not in graph.once), fastest(graph.c[i]) / self.second)
@@ -295,7 +294,7 @@ class _Program:
                 before, ran = K[t - 1], R[t - 1]
                 for j, v in keep.items():
                     program.at_least(0, (before[j], ran[made[j]], *comes(t - 1, j)), (v,))
-            live = ((v, -graph.d[j].size / self.byte) for j, v in keep.items() if j not in owner.pinned)
+            live = ((v, -graph.d[j].size / self.byte) for j, v in keep.items() if j not in owner.held)
             buffers = () if copies is None else copies.buffers()
             program.weighted(owner.fixed_bytes(start if t else None) / self.byte,
                              ((budget, 1.0), *live, *buffers))
@@ -333,18 +332,18 @@ def _closures(owner: SaveSetProgram, spans: Sequence[tuple[int, int]]) -> list[l
     return found[::-1]
 
 
-def gradient_bytes(graph: CDGraph, pinned: frozenset[int]) -> list[int]:
+def gradient_bytes(graph: CDGraph) -> list[int]:
     """Return, for each backward node, the bytes of gradients alive while it runs, including its outputs and
     temporaries.
 
     What an output takes over from an input that dies here is not counted; a forward value that no
     later node reads may be one.
     """
-    memory = gradient_memory(graph)
+    memory, held = gradient_memory(graph), frozenset(graph.held)
     result: list[int] = []
     for b, alive, dying in zip(graph.backward, memory.during, memory.dying, strict=True):
         node = graph.c[b]
-        donated = max((graph.d[j].size for j in node.donors if j not in pinned and (
+        donated = max((graph.d[j].size for j in node.donors if j not in held and (
             j in dying or max(graph.readers[j]) == b)), default=0)
         result.append(alive + node.overhead - donated)
     return result
@@ -396,15 +395,13 @@ _PROGRAM = "save-set program"
 
 def save_set_program(problem: Problem) -> SaveSetProgram:
     """Return the program of a problem; it serves every budget."""
-    return problem.once_of_graph(_PROGRAM, lambda: SaveSetProgram(
-        problem.graph, problem.pinned, problem.reserve_at_loss))
+    return problem.once_of_graph(_PROGRAM, lambda: SaveSetProgram(problem.graph))
 
 
-def program_of(graph: CDGraph, pinned: Iterable[int], reserve_at_loss: int,
-               of_graph: dict[Hashable, object]) -> SaveSetProgram:
+def program_of(graph: CDGraph, of_graph: dict[Hashable, object]) -> SaveSetProgram:
     """Return the program of a graph before there is a problem. `of_graph`: the memory that its problem will
     have; the program is added."""
-    return once_in(of_graph, _PROGRAM, lambda: SaveSetProgram(graph, pinned, reserve_at_loss))
+    return once_in(of_graph, _PROGRAM, lambda: SaveSetProgram(graph))
 
 
 class _Search:
@@ -493,11 +490,10 @@ class _Search:
         """Return the schedule, and the backward node before which, or at which, its peak stands."""
         graph = self.problem.graph
         order = list(range(graph.loss))
-        order += again(graph, kept, times, self.problem.pinned)
+        order += again(graph, kept, times)
         schedule = self.problem.schedule(order, graph.loss)
         if graph.link is not None:
-            sent = offload(graph, schedule, self.budget, pinned=self.problem.pinned,
-                           reserve_at_loss=self.problem.reserve_at_loss, until=self._until)
+            sent = offload(graph, schedule, self.budget, until=self._until)
             if sent is not None:
                 return Candidate(sent.schedule, sent.simulation.peak, sent.simulation.seconds), None
         result = self.problem.simulate(schedule)
@@ -509,10 +505,9 @@ class _Search:
                             and s.c >= graph.loss), None)
 
 
-def again(graph: CDGraph, kept: SaveSets, times: Sequence[int], pinned: Iterable[int]) -> list[int]:
+def again(graph: CDGraph, kept: SaveSets, times: Sequence[int]) -> list[int]:
     """Return the backward nodes in order, each after the forward nodes that it needs to run again."""
-    pinned = frozenset(pinned)
-    always = kept.sent | pinned      # what is sent away is read as if it had stayed
+    always = kept.sent.union(graph.held)      # what is sent away is read as if it had stayed
     there = set(kept.keep[0] | always)
     order: list[int] = []
 

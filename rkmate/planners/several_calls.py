@@ -48,8 +48,7 @@ RESERVES = (0.0, 0.25, 0.5, 1.0)
 
 def step_of_calls(problem: Problem, candidate: Candidate, calls: int) -> Candidate:
     """Return a schedule with the peak of the whole step of several calls."""
-    peak = peak_of_calls(problem.graph, candidate.schedule, calls, pinned=problem.pinned,
-                         reserve_at_loss=problem.reserve_at_loss)
+    peak = peak_of_calls(problem.graph, candidate.schedule, calls)
     return replace(candidate, peak=peak)
 
 
@@ -82,7 +81,7 @@ def smallest_steps(planner: Planner, problem: Problem, calls: int) -> tuple[Cand
         found: list[Candidate] = []
         whole = whole_step(problem).peak
         for share in RESERVES:
-            part = replace(problem, reserve_at_loss=problem.reserve_at_loss + int(share * whole))
+            part = problem.with_reserve(problem.graph.reserve_at_loss + int(share * whole))
             least = smallest(planner, part, 0)
             if least is not None:
                 found += _judged(problem, part, ask(planner, part, least.peak), calls)
@@ -105,8 +104,8 @@ class _Search:
         self.seconds: dict[float, float] = {}
         """Share -> the time of the fastest schedule inside the budget."""
         graph = problem.graph
-        self._waits = waiting_bytes(graph, problem.reserve_at_loss)
-        self._outputs = graph.bytes(set(problem.pinned) | set(graph.outputs))
+        self._waits = waiting_bytes(graph)
+        self._outputs = graph.bytes({*graph.held, *graph.outputs})
         whole = problem.simulate(whole_step(problem).schedule)
         self._most = max(self._outputs, min(whole.saved, budget // calls - self._waits))
 
@@ -118,8 +117,8 @@ class _Search:
         for _ in range(2):
             if limit <= saved:
                 break
-            reserve = max(self.problem.reserve_at_loss, limit - saved)
-            part = replace(self.problem, reserve_at_loss=reserve)
+            reserve = max(self.problem.graph.reserve_at_loss, limit - saved)
+            part = self.problem.with_reserve(reserve)
             outcome = ask(self.planner, part, limit, time_limit=self.time_limit, known=())
             new = _judged(self.problem, part, outcome, self.calls)
             found += new

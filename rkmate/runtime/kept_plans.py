@@ -204,7 +204,7 @@ class Specialization:
         elif seen.operations > MANY and host:
             self.has_others = True
         elif seen.operations > MANY:
-            warn_of_others(self.traced.name, plan.graph.reserve_at_loss)
+            warn_of_others(self.traced.name, plan.graph.cd.reserve_at_loss)
         else:
             self.has_others = not seen.is_usual and host
             over = is_over(seen._replace(held=seen.held - self.traced.outside), plan)

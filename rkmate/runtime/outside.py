@@ -424,8 +424,8 @@ def is_over(seen: Outside, plan: Plan) -> bool:
 
 def room_for_loss(plan: Plan) -> int:
     """Return the bytes that a plan leaves for the loss of all its calls."""
-    others = lasting_of_loss(plan.graph.cd, plan.graph.reserve_at_loss)
-    return plan.graph.reserve_at_loss + (plan.calls - 1) * others
+    graph = plan.graph.cd
+    return graph.reserve_at_loss + (plan.calls - 1) * lasting_of_loss(graph)
 
 
 def loss_of_call(loss: int, plan: Plan) -> int:

@@ -502,7 +502,7 @@ class PlanCache:
         """Return what the first rank makes and the others follow, with as much room for a loss."""
         def follow(plan: Plan) -> Executable:
             found = self._own_executable(replace(traced, settings=replace(
-                traced.settings, loss_bytes=plan.graph.reserve_at_loss)), budget, plan)
+                traced.settings, loss_bytes=plan.graph.cd.reserve_at_loss)), budget, plan)
             found.is_given = False                      # all ranks look at what their callers make
             return found
         return ranks.led(make, lambda e: e.plan, follow,

@@ -549,19 +549,16 @@ class OpenCalls:
 
 def taken_by(plan: Plan, calls: int) -> int:
     """Return the peak of a step of several calls that follow a plan, in bytes."""
-    graph = plan.graph
-    return peak_of_calls(graph.cd, plan.schedule, calls, pinned=graph.pinned,
-                         reserve_at_loss=graph.reserve_at_loss)
+    return peak_of_calls(plan.graph.cd, plan.schedule, calls)
 
 
 def saved_by(plan: Plan) -> int:
     """Return the bytes that a call holds between its forward and its backward, its outputs included."""
-    return simulate(plan.graph.cd, plan.schedule, pinned=plan.graph.pinned).saved
+    return simulate(plan.graph.cd, plan.schedule).saved
 
 
 def _of_forward(plan: Plan) -> int:
     """Return the peak of a forward alone, in bytes."""
-    graph, steps = plan.graph, plan.schedule.steps
-    levels = simulate(graph.cd, plan.schedule, pinned=graph.pinned).timeline
-    return max(levels[:steps.index(Loss())], default=0)
+    levels = simulate(plan.graph.cd, plan.schedule).timeline
+    return max(levels[:plan.schedule.steps.index(Loss())], default=0)
 

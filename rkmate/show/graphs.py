@@ -149,7 +149,7 @@ def block_memory(plan: PlanData, replayed: Occupancy) -> tuple[dict[int, int], d
     g = plan.graph
     kept: dict[int, int] = dict.fromkeys(g.block_c, 0)
     whole: dict[int, int] = dict.fromkeys(g.block_c, 0)
-    needed = {j for c in g.cd.c[g.cd.loss:] for j in c.inputs} | set(g.pinned)
+    needed = {j for c in g.cd.c[g.cd.loss:] for j in c.inputs} | set(g.cd.held)
     for j, storage in enumerate(g.cd.d):
         maker = g.cd.producer[j]
         if maker is None or maker >= g.cd.loss:

@@ -25,9 +25,9 @@ from rkmate.ir.schedule import (
     Leave,
     Schedule,
     Start,
-    from_order,
     in_place_donor,
     kernel_of,
+    save_all,
 )
 from rkmate.ir.simulate import LOSS_SCALARS, Simulation, simulate
 from rkmate.ir.summary import GraphSummary
@@ -207,15 +207,13 @@ def replay(plan: PlanData) -> Occupancy:
 
 def replay_baseline(plan: PlanData) -> Occupancy:
     """Replay the model's step without rematerialization."""
-    graph, cd = plan.graph, plan.graph.cd
-    schedule = from_order(cd, range(len(cd.c)), cd.loss, graph.pinned)
-    return replay_schedule(graph, choose_kernels(cd, schedule, pinned=graph.pinned,
-                                                 reserve_at_loss=graph.reserve_at_loss))
+    cd = plan.graph.cd
+    return replay_schedule(plan.graph, choose_kernels(cd, save_all(cd)))
 
 
 def replay_schedule(graph: GraphSummary, schedule: Schedule) -> Occupancy:
     """Return the occupancy of a schedule. Raises `ScheduleError` if the schedule does not run."""
-    result = simulate(graph.cd, schedule, pinned=graph.pinned, reserve_at_loss=graph.reserve_at_loss)
+    result = simulate(graph.cd, schedule)
     walk = _Walk(graph, schedule)
     for k, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
@@ -249,7 +247,7 @@ class _Walk:
     """The state between two steps."""
 
     def __init__(self, graph: GraphSummary, schedule: Schedule) -> None:
-        self.cd, self.reserve_at_loss = graph.cd, graph.reserve_at_loss
+        self.cd = graph.cd
         self.clocks = Clocks(graph.cd.link)
         self.alive: dict[int, int] = {}                 # storage -> moment of its creation
         self.kind: dict[int, Kind] = {}
@@ -363,11 +361,11 @@ class _Walk:
         self.loss_at = k
         self.at_loss = set(self.alive)
         self.away_at_loss = set(self.gone)
-        stays = min(self.reserve_at_loss, LOSS_SCALARS)
+        stays = min(self.cd.reserve_at_loss, LOSS_SCALARS)
         self.level["loss"] += stays
         for j in self.cd.output_grads:
             self._add(k, j, "gradients")
-        inside = before + self.reserve_at_loss - sum(self.level.values())
+        inside = before + self.cd.reserve_at_loss - sum(self.level.values())
         self._record_at_once([("loss", max(0, inside))])
 
     def close(self, end: int) -> None:

@@ -305,7 +305,7 @@ def _less(plan: PlanData, replayed: Occupancy) -> str:
     costs = []
     for j, kind in replayed.alive_at_peak:
         maker = g.cd.producer[j]
-        if maker is None or kind != "kept" or j in g.pinned or not g.cd.d[j].size:
+        if maker is None or kind != "kept" or j in g.cd.held or not g.cd.d[j].size:
             continue
         c = g.cd.c[maker]
         if there.issuperset(c.inputs):              # else more than this one would run again

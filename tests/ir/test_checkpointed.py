@@ -34,8 +34,8 @@ def test_a_region_runs_again_as_a_whole_before_its_backward() -> None:
 
 
 def test_what_stands_outside_and_what_the_user_holds_is_kept() -> None:
-    graph = chain(6)
-    schedule = checkpointed(graph, [None, 0, 0, 0, None, None, *[None] * 6], pinned=(1,))
+    graph = replace(chain(6), held=(1,))
+    schedule = checkpointed(graph, [None, 0, 0, 0, None, None, *[None] * 6])
     assert names(graph, schedule.order) == [
         "f0", "f1", "f2", "f3", "f4", "f5", "b5", "b4", "b3", "f2", "b2", "b1", "b0"]
 

@@ -99,7 +99,7 @@ def test_steps_that_cannot_be(steps: tuple[Step, ...], message: str) -> None:
 
 def test_what_somebody_else_holds_stays() -> None:
     with pytest.raises(ScheduleError, match="somebody else holds"):
-        simulate(graph(), Schedule((Compute(0), CopyOut(0))), pinned=(0,))
+        simulate(replace(graph(), held=(0,)), Schedule((Compute(0), CopyOut(0))))
 
 
 def test_without_a_link_nothing_is_copied() -> None:
@@ -135,7 +135,7 @@ def test_a_saved_plan_with_a_link_that_is_none(name: str, value: object, tmp_pat
     content = {**LINK.content(), name: value}
     with pytest.raises(ValueError, match="not a saved Link"):
         read_link(content)
-    summary = GraphSummary(CDGraph((), (), 0, link=Link(**content)), (), (), (), 0)
+    summary = GraphSummary(CDGraph((), (), 0, link=Link(**content)), (), ())
     plan = PlanData("p", 1, 1, 1, 1.0, 1.0, None, None, (), (), Schedule(()), "f", summary)
     plan.save(tmp_path / "plan")
     if name in summary.cd.link.content():      # what is left out of a file has its default
@@ -155,7 +155,7 @@ def test_what_is_away_is_not_added_up_anew_for_each_copy() -> None:
     n = 40
     d = Counted(DNode(f"v{k}", k + 1) for k in range(n))
     made = tuple(CNode(f"f{k}", "forward", (), (k,), 1.0) for k in range(n))
-    where = Residency(CDGraph(d, made, n), ())
+    where = Residency(CDGraph(d, made, n))
     for k in range(n):
         where.copy_out(k, k, there=True)
     assert where.bytes == n * (n + 1) // 2

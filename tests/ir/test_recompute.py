@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 
 from rkmate.ir.cd import CDGraph, missing_nodes
@@ -41,7 +43,7 @@ def test_waste_of_a_line() -> None:
     assert without_waste(graph, [0, 1, 0, 2, 0, 3], 2)[:2] == ([0, 1, 0, 2, 3], 2)
     # Before the loss: v0 made twice in a row is read, made after its reader it is carried.
     assert without_waste(graph, [0, 1, 0, 2, 3], 3)[:2] == ([0, 1, 0, 2, 3], 3)
-    assert without_waste(graph, [0, 1, 0, 2, 3], 3, available=[1])[:2] == ([0, 1, 2, 3], 2)
+    assert without_waste(replace(graph, held=(1,)), [0, 1, 0, 2, 3], 3)[:2] == ([0, 1, 2, 3], 2)
 
 
 @settings(max_examples=100, deadline=None)
@@ -69,9 +71,10 @@ def test_without_waste_is_lean_and_runs(drawn: tuple[CDGraph, list[int]]) -> Non
 @given(graphs())
 def test_gradients_are_what_the_simulator_counts(graph: CDGraph) -> None:
     """With every forward value held, the rest of the memory is gradients."""
-    held = [j for i in graph.forward for j in graph.c[i].outputs]
-    schedule = from_order(graph, range(len(graph.c)), graph.loss, held)
-    timeline = simulate(graph, schedule, pinned=held).timeline
+    held = tuple(j for i in graph.forward for j in graph.c[i].outputs)
+    graph = replace(graph, held=held)
+    schedule = save_all(graph)
+    timeline = simulate(graph, schedule).timeline
     memory = gradient_memory(graph)
     at = {s.c: k for k, s in enumerate(schedule.steps) if isinstance(s, Compute)}
     for b, before, during in zip(graph.backward, memory.before, memory.during, strict=True):

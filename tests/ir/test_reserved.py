@@ -57,7 +57,7 @@ def test_several_calls_before_one_backward() -> None:
 
 
 def test_a_loss_outside_takes_room() -> None:
-    assert reserved(line(1, 12 * MIB), reserve_at_loss=3 * 12 * MIB) > reserved(line(1, 12 * MIB))
+    assert reserved(line(1, 12 * MIB).with_reserve(3 * 12 * MIB)) > reserved(line(1, 12 * MIB))
 
 
 @settings(deadline=None, max_examples=25)

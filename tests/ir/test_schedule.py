@@ -38,7 +38,7 @@ def test_a_value_is_freed_before_it_is_made_again() -> None:
 
 
 def test_what_the_user_holds_is_never_freed() -> None:
-    assert Free(2) not in from_order(line(2), range(4), 2, pinned=[2]).steps
+    assert Free(2) not in save_all(replace(line(2), held=(2,))).steps
 
 
 def test_a_released_gradient_stays_until_its_release() -> None:

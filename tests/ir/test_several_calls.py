@@ -24,7 +24,7 @@ def test_a_line_by_hand(calls: int, peak: int) -> None:
 def test_losses_wait_for_the_backwards_of_others() -> None:
     # Two losses wait, each with all of its bytes but those of a gradient of 10. A third one takes its 100 on
     # top of 20; its backward takes 30 at most, beside the 100.
-    assert peak_of_calls(line(2), save_all(line(2)), 3, reserve_at_loss=100) == 2 * (20 + 90) + 30 + 100
+    assert peak_of_calls(line(2).with_reserve(100), save_all(line(2)), 3) == 2 * (20 + 90) + 30 + 100
 
 
 def test_gradients_of_parameters_wait_for_those_of_the_other_calls() -> None:

@@ -60,8 +60,8 @@ def test_a_gradient_that_leaves_when_it_is_made_takes_its_donors_bytes() -> None
 
 @pytest.mark.parametrize("reserve", [0, 100, LOSS_SCALARS, 2000])
 def test_the_loss_allocates_and_keeps_a_little(reserve: int) -> None:
-    graph = line(2)
-    result = simulate(graph, save_all(graph), reserve_at_loss=reserve)
+    graph = line(2).with_reserve(reserve)
+    result = simulate(graph, save_all(graph))
     stays = min(reserve, LOSS_SCALARS)
     assert result.timeline[2] == max(20 + stays + 10, 20 + reserve)
     assert result.timeline[-1] == 10 + stays
@@ -83,21 +83,21 @@ def test_what_cannot_run_is_refused(steps: tuple[Step, ...], message: str) -> No
 
 def test_freeing_what_the_user_holds_is_refused() -> None:
     with pytest.raises(ScheduleError, match="frees v1, which the user holds"):
-        simulate(line(2), save_all(line(2)), pinned=[2])
+        simulate(replace(line(2), held=(2,)), save_all(line(2)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(orders(), st.integers(0, 1000))
 def test_invariants(drawn: tuple[CDGraph, list[int]], reserve: int) -> None:
-    graph, order = drawn
+    graph, order = drawn[0].with_reserve(reserve), drawn[1]
     loss_at = order.index(graph.loss)
     schedule = from_order(graph, order, loss_at)
-    result = simulate(graph, schedule, reserve_at_loss=reserve)
+    result = simulate(graph, schedule)
     assert result.seconds == schedule.seconds(graph)
     assert len(result.timeline) == len(schedule.steps)
     assert result.peak == max(result.timeline) == result.timeline[result.peak_at]
     # All that is left at the end is what outlives the graph, and the loss's scalars.
     assert result.timeline[-1] == graph.bytes(graph.input_grads) + min(reserve, LOSS_SCALARS)
     # The user's own references only add to the memory.
-    held = from_order(graph, order, loss_at, graph.outputs)
-    assert simulate(graph, held, reserve_at_loss=reserve, pinned=graph.outputs).peak >= result.peak
+    held = replace(graph, held=graph.outputs)
+    assert simulate(held, from_order(held, order, loss_at)).peak >= result.peak

@@ -143,7 +143,7 @@ def test_each_of_several_calls_has_its_part(engine: LateEngine, tmp_path: Path) 
     made = plan(offload=str(tmp_path), offload_bytes="1MiB", calls=3)
     assert made.graph.cd.link is not None and made.graph.cd.link.most_bytes == 2**20 // 3
     sent = sending(made, link=replace(made.graph.cd.link, most_bytes=2**20))
-    away = simulate(sent.graph.cd, sent.schedule, pinned=sent.graph.pinned).away
+    away = simulate(sent.graph.cd, sent.schedule).away
     with pytest.raises(PlanError, match=f"sends {away:,} bytes away in each of 3 calls, and most_bytes is "
                                         f"{2 * away:,}: give more"):
         rkmate.wrap(*model(), plan=sent, progress=False, offload=rkmate.Offload(str(tmp_path), 2 * away))

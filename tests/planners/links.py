@@ -56,11 +56,11 @@ def sent(problem: Problem, order: list[int], most: int = 2) -> Iterator[Schedule
     time."""
     graph = problem.graph
     try:
-        base = from_order(graph, order, graph.loss, problem.pinned)
+        base = from_order(graph, order, graph.loss)
     except ScheduleError:
         return
     begins = [k for k, s in enumerate(base.steps) if isinstance(s, Compute | Loss)]
-    values = [j for j, may in enumerate(may_be_sent(graph, problem.pinned)) if may]
+    values = [j for j, may in enumerate(may_be_sent(graph)) if may]
     ways = {j: list(_ways(graph, base, begins, j)) for j in values}
     for n in range(most + 1):
         for chosen in itertools.combinations([j for j in values if ways[j]], n):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -72,7 +73,7 @@ def problem_of(graph: CDGraph, edges: Sequence[int]) -> Problem:
     of = [sum(e <= i for e in edges) for i in range(n)]
     of += [of[2 * n - 1 - k] for k in range(n, 2 * n)]
     count = of[n - 1] + 1
-    pinned = frozenset(graph.outputs)
+    held = frozenset(graph.outputs)
     cuts: list[set[int]] = [set() for _ in range(count + 1)]
     grads: list[set[int]] = [set() for _ in range(count + 1)]
     for j in range(len(graph.d)):
@@ -84,29 +85,29 @@ def problem_of(graph: CDGraph, edges: Sequence[int]) -> Problem:
                 grads[b].add(j)
         elif made is not None:
             last = max([of[made], *(of[r] for r in graph.readers[j] if r < n)])
-            for b in range(of[made] + 1, (count if j in pinned else last) + 1):
+            for b in range(of[made] + 1, (count if j in held else last) + 1):
                 cuts[b].add(j)
     blocks, block_c = [], []
     for b in range(count):
         c = tuple(i for i in range(2 * n) if of[i] == b)
-        local_graph = _local(graph, c, cuts, grads, b, pinned)
+        local_graph = _local(graph, c, cuts, grads, b, held)
         blocks.append(_options(local_graph))
         block_c.append(c)
-    sizes = {j: 0 if j in pinned else graph.d[j].size for j in range(len(graph.d))}
-    total = sum(graph.d[j].size for j in pinned)
+    sizes = {j: 0 if j in held else graph.d[j].size for j in range(len(graph.d))}
+    total = sum(graph.d[j].size for j in held)
     chain = Chain(tuple(blocks), tuple(map(frozenset, cuts)), sizes,
                   tuple(sum(graph.d[j].size for j in g) for g in grads), (total,) * count)
-    return Problem(graph, chain.verify(), tuple(block_c), tuple(sorted(pinned)))
+    return Problem(replace(graph, held=tuple(sorted(held))), chain.verify(), tuple(block_c))
 
 
 def _local(graph: CDGraph, c: Sequence[int], cuts: Sequence[set[int]], grads: Sequence[set[int]],
-           b: int, pinned: frozenset[int]) -> CDGraph:
+           b: int, held: frozenset[int]) -> CDGraph:
     made = {j for i in c for j in graph.c[i].outputs}
     arriving = sorted(grads[b + 1])
     touched = [j for i in c for j in (*graph.c[i].inputs, *graph.c[i].outputs)]
     d = list(dict.fromkeys([*sorted(cuts[b]), *touched, *arriving, *sorted(grads[b])]))
     place = {j: k for k, j in enumerate(d)}
-    nodes = tuple(DNode(graph.d[j].name, 0 if j in pinned else graph.d[j].size, graph.d[j].kind)
+    nodes = tuple(DNode(graph.d[j].name, 0 if j in held else graph.d[j].size, graph.d[j].kind)
                   for j in d)
     computations = tuple(
         CNode(graph.c[i].name, graph.c[i].phase, tuple(place[j] for j in graph.c[i].inputs),

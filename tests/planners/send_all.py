@@ -6,7 +6,7 @@ Nothing is weighed. What a schedule gains by it is the simulator's word, and wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from rkmate.ir.cd import CDGraph
@@ -24,12 +24,13 @@ class Gap(NamedTuple):
     """The next step that reads it."""
 
 
-def gaps(graph: CDGraph, schedule: Schedule, pinned: Collection[int] = ()) -> list[Gap]:
-    """Where D nodes that may be sent away wait. `pinned`: those that the user holds.
+def gaps(graph: CDGraph, schedule: Schedule) -> list[Gap]:
+    """Where D nodes that may be sent away wait.
 
-    What leaves the graph stays (outputs, gradients of inputs and parameters), and what comes from outside.
+    What leaves the graph stays (outputs, gradients of inputs and parameters), and what comes from outside, or
+    is the user's.
     """
-    may = may_be_sent(graph, pinned, gradients=True)
+    may = may_be_sent(graph, gradients=True)
     steps = schedule.steps
     since: dict[int, int] = {}                  # D node -> its latest use
     found: list[Gap] = []
@@ -62,8 +63,7 @@ def inserted(schedule: Schedule, more: Iterable[tuple[int, Step]]) -> Schedule:
     return Schedule((*steps, *at.get(len(schedule.steps), ())))
 
 
-def send_all(graph: CDGraph, schedule: Schedule, pinned: Collection[int] = (), *,
-             every_gap: bool = False) -> Schedule:
+def send_all(graph: CDGraph, schedule: Schedule, *, every_gap: bool = False) -> Schedule:
     """All that the backward waits for is away meanwhile: it leaves right after its last use in the forward,
     and comes back right before its first one in the backward. `every_gap`: also between other two uses."""
     at_loss = schedule.steps.index(Loss())
@@ -71,7 +71,7 @@ def send_all(graph: CDGraph, schedule: Schedule, pinned: Collection[int] = (), *
     outs: list[tuple[int, Step]] = []
     backs: list[tuple[int, Step]] = []
     sent: set[int] = set()
-    for gap in gaps(graph, schedule, pinned):
+    for gap in gaps(graph, schedule):
         if not every_gap and not gap.after <= at_loss < gap.before:
             continue
         if gap.d in sent:

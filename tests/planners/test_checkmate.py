@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ def test_a_value_that_is_read_again_is_not_overwritten() -> None:
     assert Checkmate(graph).solve(19).status is Status.INFEASIBLE
 
 
-def all_schedules(graph: CDGraph, pinned: Iterable[int], reserve: int) -> list[tuple[float, int]]:
+def all_schedules(graph: CDGraph) -> list[tuple[float, int]]:
     """(Seconds, peak) of every schedule that runs a node at most once a stage."""
     runs = [(t, i) for t, nodes in enumerate(rerunnable(graph, "any")) for i in nodes]
     found = []
@@ -86,10 +85,10 @@ def all_schedules(graph: CDGraph, pinned: Iterable[int], reserve: int) -> list[t
             order += [i for (stage, i), run in zip(runs, chosen, strict=True) if run and stage == t]
             order.append(t)
         try:
-            schedule = from_order(graph, order, loss_at, pinned)
+            schedule = from_order(graph, order, loss_at)
         except ScheduleError:
             continue
-        result = simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve)
+        result = simulate(graph, schedule)
         found.append((result.seconds, result.peak))
     return found
 
@@ -112,10 +111,10 @@ def small_training_graph(draw: random.Random, scale: int) -> CDGraph:
 def test_equals_exhaustive_search_where_the_loss_allocates(seed: int) -> None:
     draw = random.Random(seed)
     graph = small_training_graph(draw, 100)
-    pinned = graph.outputs if seed % 3 else ()
-    reserve = draw.choice([0, 300, 512, 900])
-    known = all_schedules(graph, pinned, reserve)
-    program = Checkmate(graph, "any", pinned, reserve)
+    graph = replace(graph, held=graph.outputs if seed % 3 else (),
+                    reserve_at_loss=draw.choice([0, 300, 512, 900]))
+    known = all_schedules(graph)
+    program = Checkmate(graph)
     for peak in sorted({peak for _, peak in known}):
         for budget in (peak - 1, peak):
             solution = program.solve(budget)
@@ -129,9 +128,8 @@ def test_equals_exhaustive_search_where_the_loss_allocates(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["checkmate", "auto"])
 def test_a_budget_that_only_the_losss_own_bytes_exceed(name: str) -> None:
-    graph = small_training_graph(random.Random(2), 100)
-    problem = replace(problem_of(graph, [1]), reserve_at_loss=512)
-    known = all_schedules(graph, problem.pinned, 512)
+    problem = problem_of(small_training_graph(random.Random(2), 100), [1]).with_reserve(512)
+    known = all_schedules(problem.graph)
     for budget in sorted({peak + more for _, peak in known for more in (-512, -100, -1, 0)}):
         outcome = planner(name).plan(problem, budget, time_limit=20.0)
         least = min((s for s, p in known if p <= budget), default=None)

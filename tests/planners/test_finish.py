@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,15 +17,15 @@ from tests.ir.graphs import line, orders
 @settings(max_examples=80, deadline=None)
 @given(orders(), st.integers(0, 12), st.integers(0, 600))
 def test_faster_and_within_the_budget(drawn: tuple[CDGraph, list[int]], more: int, reserve: int) -> None:
-    graph, order = drawn
-    pinned = graph.outputs
-    schedule = from_order(graph, order, order.index(graph.loss), pinned)
-    before = simulate(graph, schedule, pinned=pinned, reserve_at_loss=reserve)
+    plain, order = drawn
+    graph = replace(plain, held=plain.outputs, reserve_at_loss=reserve)
+    schedule = from_order(graph, order, order.index(graph.loss))
+    before = simulate(graph, schedule)
     budget = before.peak + more
-    finished = finish(graph, schedule, budget, pinned=pinned, reserve_at_loss=reserve)
-    after = simulate(graph, finished, pinned=pinned, reserve_at_loss=reserve)
+    finished = finish(graph, schedule, budget)
+    after = simulate(graph, finished)
     assert after.peak <= budget and after.seconds <= before.seconds
-    assert finish(graph, finished, budget, pinned=pinned, reserve_at_loss=reserve) == finished
+    assert finish(graph, finished, budget) == finished
 
 
 def test_memory_to_spare_is_spent() -> None:
@@ -38,4 +40,4 @@ def test_memory_to_spare_is_spent() -> None:
 def test_a_run_that_nothing_reads_goes() -> None:
     graph = line(2)
     wasteful = from_order(graph, [0, 1, 2, 0, 3], 2)
-    assert without_waste(graph, wasteful.order, wasteful.loss_at, ()) == save_all(graph)
+    assert without_waste(graph, wasteful.order, wasteful.loss_at) == save_all(graph)

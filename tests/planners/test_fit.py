@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkmate.ir.cd import CDGraph
-from rkmate.ir.schedule import from_order, save_all
+from rkmate.ir.schedule import save_all
 from rkmate.planners.fit import fit
 from rkmate.planners.protocol import whole_step
 from tests.ir.graphs import line, orders
@@ -21,7 +21,7 @@ def test_within_the_budget_and_no_faster_than_every_computation_once(
         drawn: tuple[CDGraph, list[int]], percent: int) -> None:
     graph, order = drawn
     problem = problem_of(graph, [])
-    schedule = from_order(graph, order, order.index(graph.loss), problem.pinned)
+    schedule = problem.schedule(order, order.index(graph.loss))
     budget = problem.simulate(schedule).peak * percent // 100
     found = fit(problem, schedule, budget).candidate
     if found is not None:

@@ -22,8 +22,7 @@ FAST = Link(1e6, 1e6)
 
 
 def passed(problem: Problem, budget: int) -> Offloaded | None:
-    return offload(problem.graph, whole_step(problem).schedule, budget, pinned=problem.pinned,
-                   reserve_at_loss=problem.reserve_at_loss)
+    return offload(problem.graph, whole_step(problem).schedule, budget)
 
 
 def test_a_fast_link_makes_room_for_nothing() -> None:
@@ -110,8 +109,8 @@ def test_what_might_be_overwritten_leaves_at_once_where_it_is_copied() -> None:
 def test_more_than_may_be_away_is_no_result() -> None:
     graph = replace(line(4), link=Link(1e6, 1e6))
     schedule = send_all(graph, save_all(graph))
-    assert judged_within(graph, schedule, 1000, (), 0) is not None
-    assert judged_within(replace(graph, link=Link(1e6, 1e6, most_bytes=29)), schedule, 1000, (), 0) is None
+    assert judged_within(graph, schedule, 1000) is not None
+    assert judged_within(replace(graph, link=Link(1e6, 1e6, most_bytes=29)), schedule, 1000) is None
 
 
 def test_nothing_is_tried_out_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +132,7 @@ def test_always_legal_and_within_the_budget(examples: int) -> None:
     def check(problem: Problem, link: Link, share: float) -> None:
         problem = linked(problem, link)
         whole = whole_step(problem)
-        least = gaps_of(problem.graph, whole.schedule, problem.pinned).least + link.buffer_bytes
+        least = gaps_of(problem.graph, whole.schedule).least + link.buffer_bytes
         budget = least + int(share * (whole.peak - least))
         found = passed(problem, budget)
         assert found is not None and found.simulation.peak <= budget
@@ -147,7 +146,7 @@ def test_gaps_that_push_each_other_out_do_not_take_turns() -> None:
     graph = training_graph([[], [0], [0, 1], [2], [3], [3, 4]], [1, 1, 2, 1, 1, 2], [1, 2, 3, 2, 3, 1],
                            [1, 3, 1, 1, 2, 3], [1, 0, 2, 0, 1, 2], [True, True, False, True, False, True])
     problem = linked(problem_of(graph, []), Link(3.0, 0.5, 0.5, 2))
-    least = gaps_of(problem.graph, whole_step(problem).schedule, problem.pinned).least + 2
+    least = gaps_of(problem.graph, whole_step(problem).schedule).least + 2
     found = passed(problem, least)
     assert found is not None and found.simulation.peak <= least
 

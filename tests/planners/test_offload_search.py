@@ -165,9 +165,8 @@ def twice_away() -> Problem:
 def test_the_smallest_peak_where_not_all_can_be_away_at_once() -> None:
     problem = twice_away()
     whole = whole_step(problem)
-    least = gaps_of(problem.graph, whole.schedule, problem.pinned).least
-    assert offload(problem.graph, whole.schedule, least, pinned=problem.pinned,
-                   reserve_at_loss=problem.reserve_at_loss) is None
+    least = gaps_of(problem.graph, whole.schedule).least
+    assert offload(problem.graph, whole.schedule, least) is None
     found = smallest_with_copies(problem, whole, 10.0)
     assert found is not None and least < found.peak < whole.peak
     assert problem.simulate(found.schedule).peak == found.peak

@@ -27,7 +27,7 @@ def check(problem: Problem, outcome: Outcome, budget: int) -> None:
     if outcome.schedule is None:
         assert outcome.status != "ok" and outcome.seconds == math.inf
         return
-    result = simulate(problem.graph, outcome.schedule, pinned=problem.pinned)
+    result = simulate(problem.graph, outcome.schedule)
     assert outcome.status == "ok"
     assert result.peak <= budget
     assert result.seconds == pytest.approx(outcome.seconds)
@@ -39,7 +39,7 @@ def check(problem: Problem, outcome: Outcome, budget: int) -> None:
 @given(problems())
 def test_all_planners_on_random_models(problem: Problem) -> None:
     graph = problem.graph
-    top = simulate(graph, save_all(graph), pinned=()).peak
+    top = simulate(graph, save_all(graph)).peak
     before = dict.fromkeys(PLANNERS, math.inf)
     known: dict[str, list[Candidate]] = {name: [] for name in GIVEN}
     for fraction in reversed(FRACTIONS):
@@ -63,7 +63,7 @@ def test_all_planners_on_random_models(problem: Problem) -> None:
 @pytest.mark.parametrize("name", PLANNERS)
 def test_residual_stack(name: str) -> None:
     problem = stack({"checkmate": 2, "auto": 2, "save-set": 3}.get(name, 5))
-    top = simulate(problem.graph, save_all(problem.graph), pinned=()).peak
+    top = simulate(problem.graph, save_all(problem.graph)).peak
     before = math.inf
     known: list[Candidate] = []
     tightest: Outcome | None = None
@@ -94,7 +94,7 @@ def test_registry_names_its_planners() -> None:
 @pytest.mark.slow
 def test_auto_says_what_it_took() -> None:
     problem = stack(3)
-    top = simulate(problem.graph, save_all(problem.graph), pinned=()).peak
+    top = simulate(problem.graph, save_all(problem.graph)).peak
     roomy = planner("auto").plan(problem, 2 * top)
     assert roomy.note.startswith("save-all: 1.000")
     tight = planner("auto").plan(problem, int(top * 0.7), time_limit=20)

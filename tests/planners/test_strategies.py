@@ -64,11 +64,11 @@ def test_layers_that_run_again_as_a_whole() -> None:
     graph = problem.graph
     block = [next(b for b, c in enumerate(problem.block_c) if i in c) for i in range(graph.loss)]
     after = [None] * (len(graph.c) - graph.loss)
-    by_blocks = [problem.simulate(checkpointed(graph, [*(b // n for b in block), *after], problem.pinned))
+    by_blocks = [problem.simulate(checkpointed(graph, [*(b // n for b in block), *after]))
                  for n in (1, 2, 3, 4)]
     # The program's own regions, without its first blocks, take more memory and less time.
     regions = (*(None if b < 2 else b for b in block), *after)
-    own = problem.simulate(checkpointed(graph, regions, problem.pinned))
+    own = problem.simulate(checkpointed(graph, regions))
     for named, expected in (((), by_blocks), (regions, [own, *by_blocks])):
         here = replace(problem, regions=named)
         for budget in (*(e.peak for e in expected), min(e.peak for e in expected) - 1):
@@ -166,7 +166,7 @@ def test_canonical_strategies_run(name: str) -> None:
 
 def test_forward_of_a_captured_graph() -> None:
     problem = stack(1)
-    dag = forward_dag(problem.graph, problem.pinned)
+    dag = forward_dag(problem.graph)
     assert dag.edges == ((0, 1), (0, 4), (1, 2), (2, 3), (3, 4))
     # Nodes 1 and 3 save a byte for their backward; the user holds the value of the last one.
     assert dag.sizes == (4, 6 + 1, 8, 5 + 1, 0)
@@ -204,7 +204,7 @@ def test_expand_puts_constants_first_and_the_loss_before_the_first_backward() ->
     moved = replace(graph, d=d, c=(constant, *graph.c), loss=graph.loss + 1,
                     releases={j: i + 1 for j, i in graph.releases.items()})
     later = tuple(tuple(c + 1 for c in block) for block in problem.block_c)
-    wider = Problem(moved.verify(), problem.chain, later, problem.pinned)
+    wider = Problem(moved.verify(), problem.chain, later)
     order, loss_at = expand(wider, ops)
     assert (order, loss_at) == ([0, 1, 2, 3, 4, 5, 6], 4)
     steps = wider.schedule(order, loss_at).steps
@@ -246,9 +246,9 @@ def test_constants_are_no_nodes_of_the_trained_forward() -> None:
                     c=(CNode("mask", "forward", (), (mask,)), *moved),
                     releases={j: i + 1 for j, i in graph.releases.items()}).verify()
     blocks = tuple(tuple(c + 1 for c in block) for block in problem.block_c)
-    assert split_points(forward_dag(wider, problem.pinned)) == [0]
-    forward = trained_forward(wider, blocks, problem.pinned)
+    assert split_points(forward_dag(wider)) == [0]
+    forward = trained_forward(wider, blocks)
     assert forward.nodes == (1, 2, 3) and split_points(forward.dag) == [0, 1]
     assert forward.lift([0b1, 0b111]) == (0b11, 0b1111)
-    outcome = planner("chen").plan(Problem(wider, problem.chain, blocks, problem.pinned), 10**6)
+    outcome = planner("chen").plan(Problem(wider, problem.chain, blocks), 10**6)
     assert outcome.seconds == sum(c.time for c in wider.c)

@@ -42,13 +42,13 @@ class WithLoss(nn.Module):
         return _loss(self.program(x))
 
 
-def at_random(chance: random.Random, graph: CDGraph, schedule: Schedule, pinned: tuple[int, ...]) -> Schedule:
+def at_random(chance: random.Random, graph: CDGraph, schedule: Schedule) -> Schedule:
     """Some D nodes go in some of their gaps, at any of the times at which they may."""
     steps = schedule.steps
     more: list[tuple[int, Step]] = []
     before: dict[int, list[Gap]] = {}
     sent: set[int] = set()
-    for gap in gaps(graph, schedule, pinned):
+    for gap in gaps(graph, schedule):
         earlier = before.setdefault(gap.d, [])
         earlier.append(gap)
         if chance.random() < 0.4:

@@ -89,7 +89,7 @@ def test_a_plan_goes_below_the_logits_and_says_so(tmp_path: Path) -> None:
     assert "computed when somebody reads it" in plan.explain()
     plan.report(tmp_path / "report.html")
     assert "computed when somebody reads it" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    kept = [s for j, s in enumerate(plan.graph.cd.d) if j in plan.graph.pinned and s.size > 1000]
+    kept = [s for j, s in enumerate(plan.graph.cd.d) if j in plan.graph.cd.held and s.size > 1000]
     assert [s.size for s in kept] == [BATCH * LENGTH * WIDTH * 4]          # the last hidden state
 
 

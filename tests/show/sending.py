@@ -37,7 +37,7 @@ def sending(plan: rkmate.Plan, part: float, *, later: int = 0, early: int = 0,
     rate = max(graph.cd.bytes(chosen), 1) / (part * plan.baseline_seconds)
     graph = graph.with_link(Link(rate, 2 * rate, buffer_bytes=BUFFERS, place=PLACE))
     schedule = Schedule(tuple(s for k, step in enumerate(steps) for s in (*before.get(k, ()), step)))
-    judged = simulate(graph.cd, schedule, pinned=graph.pinned, reserve_at_loss=graph.reserve_at_loss)
+    judged = simulate(graph.cd, schedule)
     return replace(plan, graph=graph, schedule=schedule, peak_bytes=judged.peak, step_seconds=judged.seconds,
                    budget_bytes=max(plan.budget_bytes, judged.peak), bound_seconds=None)
 
@@ -47,7 +47,7 @@ def _sendable(plan: rkmate.Plan) -> list[int]:
     graph, steps = plan.graph, plan.schedule.steps
     loss = steps.index(Loss())
     freed = {s.d for s in steps[:loss] if isinstance(s, Free)}
-    stays = {*graph.pinned, *graph.cd.outputs, *graph.cd.decided, *freed}
+    stays = {*graph.cd.held, *graph.cd.outputs, *graph.cd.decided, *freed}
     read = {j for s in steps[loss:] if isinstance(s, Compute) for j in graph.cd.c[s.c].inputs}
     return [j for s in steps[:loss] if isinstance(s, Compute) for j in graph.cd.c[s.c].outputs
             if j in read and j not in stays and graph.cd.d[j].size]

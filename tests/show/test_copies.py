@@ -39,8 +39,7 @@ def legend(axes: Any) -> list[str]:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "fast")) for n in SENT])
 def test_levels_are_the_simulators(name: str) -> None:
     plan = sent_plan(name)
-    judged = simulate(plan.graph.cd, plan.schedule, pinned=plan.graph.pinned,
-                      reserve_at_loss=plan.graph.reserve_at_loss)
+    judged = simulate(plan.graph.cd, plan.schedule)
     replayed = replay(plan)
     assert tuple(m.total for m in replayed.moments) == judged.timeline
     assert {m.bytes[KINDS.index("buffers")] for m in replayed.moments} == {BUFFERS}

@@ -18,8 +18,7 @@ NAMES = ["half", "loss outside", "smallest", "all kept"]
 @pytest.mark.parametrize("name", NAMES)
 def test_kinds_add_up_to_the_simulator(name: str) -> None:
     plan = PLANS[name]()
-    judged = simulate(plan.graph.cd, plan.schedule, pinned=plan.graph.pinned,
-                      reserve_at_loss=plan.graph.reserve_at_loss)
+    judged = simulate(plan.graph.cd, plan.schedule)
     replayed = replay(plan)
     assert tuple(m.total for m in replayed.moments) == judged.timeline
     assert replayed.peak == plan.peak_bytes

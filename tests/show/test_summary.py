@@ -62,8 +62,7 @@ def test_a_saved_plan_brings_its_graph_back(which: str, tmp_path: Path) -> None:
     assert loaded == plan
     assert loaded.graph == plan.graph
     assert loaded.source == plan.source
-    again = simulate(loaded.graph.cd, loaded.schedule, pinned=loaded.graph.pinned,
-                     reserve_at_loss=loaded.graph.reserve_at_loss)
+    again = simulate(loaded.graph.cd, loaded.schedule)
     assert again.peak == plan.peak_bytes
 
 
