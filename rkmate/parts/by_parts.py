@@ -34,6 +34,7 @@ from rkmate.parts.kinds import (
     kind_key,
     modules_of,
     outermost,
+    over_in_words,
     sizes_in,
     why_not,
 )
@@ -389,14 +390,14 @@ class Parts(OneBudget):
             planner = "" if most <= budget or is_near else self.planning.planner
             shared = asked.shared_out(self._shared_out, budget, planner)
         except InfeasibleBudget:
-            if most > budget:
-                if not is_near:
-                    raise
+            if most > budget and not is_near:
+                raise
+            if is_measured := asked.is_estimate and self.active:
                 self._followed = FollowedStep(self._model.parameters(), asked.step.meter)
             self._is_planned = True
             logger.warning("%s %s plans: a step takes about %s bytes as it is%s, and the budget is %s",
                            self._type, "needs no" if most <= budget else "has no room for", f"{most:,}",
-                           "" if most <= budget else " (the next one is measured)", f"{budget:,}")
+                           " (the next one is measured)" if is_measured else "", f"{budget:,}")
             for module in self.planned:
                 self._take(module)
             self.planned = []
@@ -421,7 +422,9 @@ class Parts(OneBudget):
         """Share the budget out once a step as it is was measured: it may fit."""
         if followed.backward_seen:
             self._followed, self._is_planned, known = None, False, asked.rest.plain
-            plain = min(followed.peak() or known, known)
+            plain, budget = min(peak := followed.peak() or known, known), self.planning.budget.of(known)
+            if known <= budget < peak:
+                self._warn_once("over", over_in_words(self._type, peak, budget, peak))
             self._asked = replace(asked, rest=asked.rest._replace(plain=plain), is_estimate=False)
             self._share(self._asked, self.planning.budget.of(plain))
 
@@ -430,8 +433,8 @@ class Parts(OneBudget):
         shared out again, or a warning says so. So is it where calls have asked for more than their shares."""
         asked, followed = self._asked, self._followed
         if asked is not None and followed is not None and not self.planned:
-            self._share_measured(asked, followed)
-        elif asked is None or not self.planned:
+            return self._share_measured(asked, followed)
+        if asked is None or not self.planned:
             return
         self._calls += 1
         if self._calls >= LATER and self._calls.bit_count() == 1:
@@ -480,10 +483,7 @@ class Parts(OneBudget):
                 self._share(asked, budget - self._over)
                 return
         self._to_measure = 0
-        self._warn_once("over", (
-            f"a step of {self._type}, planned by parts, takes {peak:,} bytes, and its budget is {budget:,}: "
-            f"what is not planned takes more than it did in the step that was observed, or keeps outputs of "
-            f"parts that it let go of then. A budget of {budget + self._over:,} bytes leaves room for that"))
+        self._warn_once("over", over_in_words(self._type, peak, budget, budget + self._over))
 
     def _nothing_worth(self, step: ObservedStep) -> None:
         """No part of the step is worth a plan."""

@@ -212,6 +212,14 @@ class Asked:
                     raise
 
 
+def over_in_words(name: str, peak: int, budget: int, enough: int) -> str:
+    """Return what to say of a step that takes more than its budget, all in bytes. `enough`: a budget that
+    leaves room for it."""
+    return (f"a step of {name}, planned by parts, takes {peak:,} bytes, and its budget is {budget:,}: what "
+            "is not planned takes more than it did in the step that was observed, or keeps outputs of parts "
+            f"that it let go of then. A budget of {enough:,} bytes leaves room for that")
+
+
 def sizes_in(args: Any, kwargs: Any) -> tuple[torch.Size, ...]:
     """Return the shapes of the tensors among arguments."""
     return tuple(t.shape for t in tensors_in((args, kwargs)))

@@ -767,6 +767,55 @@ def test_plans_of_frozen_parts_hold_inputs_and_let_go_of_outputs() -> None:
     assert 0.94 * least <= peak(model, plainly, 0) <= least
 
 
+class Cell(nn.Module):
+    """A cell with two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.norm = nn.Linear(32, 32), nn.Linear(32, 32), nn.LayerNorm(32)
+
+    def forward(self, z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.tanh(0.3 * self.inner(z) + self.outer(x)))
+
+
+class Equilibrium(nn.Module):
+    """A fixed point of a cell. A hook solves for its gradient: no observer sees what that takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.cell, self.head = nn.Linear(32, 32), Cell(), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(4):
+                z = self.cell(z, x)
+        z = self.cell(z, x)
+        before = z.clone().detach().requires_grad_()
+        after = self.cell(before, x.detach())
+
+        def solve(grad: torch.Tensor) -> torch.Tensor:
+            found = grad
+            for _ in range(4):
+                found = torch.autograd.grad(after, before, found, retain_graph=True)[0] + grad
+            return found
+
+        z.register_hook(solve)
+        return F.cross_entropy(self.head(z), y)
+
+
+def test_a_step_that_needs_no_plans_by_its_estimate_is_measured() -> None:
+    model = Equilibrium()
+    plain = copy.deepcopy(model)
+    taken = peak(copy.deepcopy(model), plainly, 0)
+    applied(model, budget := int(0.9 * taken))
+    figures = f"takes {taken:,} bytes, and its budget is {budget:,}"
+    with pytest.warns(rkmate.RkmateWarning, match=figures) as said:
+        same_steps(plain, model, plainly)
+    assert len(said) == 1 and not planned_parts(model)
+
+
 @pytest.mark.parametrize("share", [0.7, 0.6])
 def test_outputs_that_are_kept_later_have_room_or_a_warning(share: float) -> None:
     model = Frozen()
