@@ -46,6 +46,7 @@ _FIRST |= {
     aten.copy.default: aten.copy_.default, aten.fill.Scalar: aten.fill_.Scalar,
     aten.fill.Tensor: aten.fill_.Tensor, **WRITES,
 }
+_INTO_SECOND = {aten.sub.Tensor: aten.sub.out, aten.div.Tensor: aten.div.out}
 # Each element (or row) of the result depends on the same element (or row) of the gradient only.
 _INTO_GRADIENT = {getattr(aten, n).default: getattr(aten, n).grad_input for n in (
     "threshold_backward", "gelu_backward", "tanh_backward", "sigmoid_backward", "silu_backward",
@@ -95,6 +96,8 @@ def in_place_ways(node: fx.Node, storage: Callable[[fx.Node], object]) -> list[I
         ways.append(InPlace(0, _FIRST[target]))
         if target in COMMUTES and "alpha" not in node.kwargs and len(node.args) == 2:
             ways.append(InPlace(1, _FIRST[target], swapped=True))
+        if target in _INTO_SECOND:
+            ways.append(InPlace(1, _INTO_SECOND[target], keyword="out"))
     elif target in _INTO_GRADIENT:
         ways.append(InPlace(0, _INTO_GRADIENT[target], keyword="grad_input"))
     elif target in _INTO_GRADIENT_BY_ROWS and node.args[2] in (-1, result.dim() - 1):

@@ -71,6 +71,16 @@ def test_the_gradient_of_a_table_that_is_indexed(
     assert measured_peak(module, sample) <= module.plan.peak_bytes < 1.2 * model.table.nbytes
 
 
+def test_a_difference_is_written_over_its_second_operand() -> None:
+    """In the backward of a product of reflections, each of two matrices: eager mode subtracts in place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(192, 8)), nn.Tanh(), nn.Linear(8, 3))
+    sample = Sample(model, (torch.randn(8, 192),), {}, weighted_mean(8, 3))
+    module = planned(copy.deepcopy(model), *sample.args)
+    assert_same_step(model, module, sample)
+    assert measured_peak(module, sample) <= min(module.plan.peak_bytes, measured_peak(model, sample))
+
+
 class _Filled(nn.Module):
     """Fills a matrix part by part: columns, rows, stretches of columns, or the diagonals of a batch."""
 
