@@ -422,11 +422,11 @@ class Parts(OneBudget):
         """Share the budget out once a step as it is was measured: it may fit."""
         if followed.backward_seen:
             self._followed, self._is_planned, known = None, False, asked.rest.plain
-            plain, budget = min(peak := followed.peak() or known, known), self.planning.budget.of(known)
+            peak, budget = followed.peak() or known, self.planning.budget.of(known)
             if known <= budget < peak:
                 self._warn_once("over", over_in_words(self._type, peak, budget, peak))
-            self._asked = replace(asked, rest=asked.rest._replace(plain=plain), is_estimate=False)
-            self._share(self._asked, self.planning.budget.of(plain))
+            self._asked = replace(asked, rest=asked.rest._replace(plain=min(peak, known)), is_estimate=False)
+            self._share(self._asked, self.planning.budget.of(self._asked.rest.plain))
 
     def _measure_followed(self) -> None:
         """Before a call from outside: measure a step with plans. Where it takes more than its budget, that is

@@ -48,6 +48,7 @@ class TooManyLowerSets(RkmateError):
 
 
 MOST_STATES = 50_000
+"""States that a count of lower sets tells apart, at most."""
 
 
 def count_lower_sets(dag: Dag) -> int | None:
