@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from math import ceil
 from typing import Any
 
 from torch import nn
@@ -52,6 +53,7 @@ from rkmate.parts.one_budget import (
 )
 from rkmate.pipeline.part_plans import with_terms
 from rkmate.pipeline.prepare import trace
+from rkmate.planners.several_calls import Moment, Way
 from rkmate.runtime.followed_step import FollowedStep
 from rkmate.runtime.guards import ModuleReader, guards_of
 from rkmate.runtime.kept_plans import Planning, Prototype
@@ -338,18 +340,9 @@ class Parts(OneBudget):
                 alone = max(alone, level)
         modules = [modules_of(self._model, kind, kinds, lambda m: is_named(
             m, self._model, self.named)) for kind in kinds]
-        kept = held = extra = 0
-        """Bytes that all calls keep as they are, also those that were left out of the step; that they hold
-        with plans that compute nothing again; and that one takes on top while its backward runs, at most."""
         parts = [self._measured(kind, self.planning.budget.of(step.peak)) for kind in kinds]
-        for kind, part, found in zip(kinds, parts, modules, strict=True):
-            whole = part.whole
-            calls, each = sum(calls for _, calls in found), kind.saved / len(kind.calls)
-            kept += round(each * calls)
-            held += round((whole.saved if kind.is_checkpointed else each) * calls)
-            extra = max(extra, whole.extra + kind.is_checkpointed * whole.saved)
-        most = max(step.peak + kept - sum(k.saved for k in kinds), beside - handed + kept + extra)
-        budget = self.planning.budget.of(most)
+        places = [(kind, part, module, calls) for kind, part, found in zip(kinds, parts, modules, strict=True)
+                  for module, calls in found]
         # Gradients of several calls are added up, and wait for the last call's.
         counts: Counter[nn.Module] = Counter()
         for found in modules:
@@ -358,24 +351,27 @@ class Parts(OneBudget):
                       for p in m.parameters() if p.requires_grad)
         self._seen_steps = [*self._seen_steps, seen(step, [
             k for k in self._kinds if k.observed_in == self._steps])][-STEPS:]
-        moments = bounds(self._seen_steps, [
-            (kind, m, calls) for kind, found in zip(kinds, modules, strict=True) for m, calls in found
-        ], waiting)
-        wholes = [part.whole for part, found in zip(parts, modules, strict=True) for _ in found]
-        share, fits = room_for(wholes, moments, budget) if moments else (
-            (budget - beside) / max(1, held), budget >= held + max(alone, beside + extra))
+        moments = bounds(self._seen_steps, [(kind, m, calls) for kind, _, m, calls in places], waiting)
+        everything = {n: calls for n, (*_, calls) in enumerate(places)}
+        known = moments or [Moment(alone, everything), *(Moment(beside, everything, n) for n in everything)]
+        # Calls as they are, also those that were left out of the step.
+        plain = [Way(0.0, ceil(kind.saved / len(kind.calls)),
+                     part.whole.extra + kind.is_checkpointed * part.whole.saved) for kind, part, *_ in places]
+        absent = sum(way.saved * calls for way, (*_, calls) in zip(plain, places, strict=True)) - sum(
+            kind.saved for kind in kinds)
+        most = max(step.peak + absent, max((m.taken(plain) for m in known), default=0) - handed)
+        budget = self.planning.budget.of(most)
+        share, fits = room_for([part.whole for _, part, *_ in places], known, budget)
         share = share if fits else min(share, FULL)
         beside += waiting
         for part in parts:
             part.look(share)
-        places = [(kind, part, module) for kind, part, found in zip(kinds, parts, modules, strict=True)
-                  for module, _ in found]
         rest = self._rest = self._rest.together(Rest(beside, max(alone, beside), early, 0))
         if not kinds:
             self._nothing_worth(step)
             return
-        self._asked = Asked(step, kinds, places, [calls for found in modules for _, calls in found], share,
-                            rest._replace(plain=most), moments)
+        self._asked = Asked(step, kinds, [(kind, part, m) for kind, part, m, _ in places],
+                            [calls for *_, calls in places], share, rest._replace(plain=most), moments)
         self._over, self._to_measure = 0, MEASURED
         if self._share(self._asked, budget):
             inside = {id(m) for part in self.planned for m in part.modules()}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -70,10 +71,10 @@ class PartCall:
     number: int
     inputs: set[int]
     """Storages of its arguments."""
-    edges: set[Any]
-    """Nodes of autograd's graph that its arguments come from."""
-    sources: list[tuple[Any, int] | None] = field(default_factory=list)
-    """Of each argument tensor, its node, and which result of that it is; until the forward is over."""
+    edges: set[int]
+    """Marks of the nodes of autograd's graph that its arguments come from."""
+    sources: list[tuple[int, int]] = field(default_factory=list)
+    """Of each argument tensor, its node's mark, and which result of that it is; until the forward is over."""
     shared: set[int] = field(default_factory=set)
     """Numbers of the argument tensors that others use, too, and contribute gradients to; or may: the caller,
     where a tensor comes from outside of the module's call."""
@@ -89,8 +90,8 @@ class PartCall:
     handed: dict[int, tuple[int, set[int]]] = field(default_factory=dict)
     """Storage of a result -> its bytes, and who holds it: `REST` where something else saves it, and the calls
     that take it as an argument and save nothing of it. Their plans hold it, to compute from it again."""
-    outputs: list[tuple[Any, int] | None] = field(default_factory=list)
-    """Of each output tensor, its node, and which result of that it is; until the forward is over."""
+    outputs: list[tuple[int, int]] = field(default_factory=list)
+    """Of each output tensor, its node's mark, and which result of that it is; until the forward is over."""
     places: list[int] = field(default_factory=list)
     """Of each output tensor, which result of its node it is."""
     taught: set[int] = field(default_factory=set)
@@ -175,8 +176,9 @@ class ObservedStep(Figures):
         self._depth = 0
         self._new: list[PartCall] = []
         self._count = 0
-        self._nodes: dict[Any, int] = {}
-        """Nodes of parts, while the forward runs."""
+        self._key = object()
+        self._nodes: dict[int, int] = {}
+        """Marks of parts' nodes (in their metadata, at the key) -> the part, while the forward runs."""
         self._pending: dict[tuple[int, int], dict[int, int]] = {}
         """(node, input) -> the gradient that waits there: storage -> bytes."""
         self._from_inside: set[tuple[int, int]] = set()
@@ -201,7 +203,7 @@ class ObservedStep(Figures):
             self.finish()
             self._given = {k for t in tensors_in(given) if t.grad_fn is None and (k := key_of(t)) is not None}
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self._measured():
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, attrgetter("tensor")), self._measured():
                 yield
         finally:
             self._depth -= 1
@@ -305,7 +307,7 @@ class ObservedStep(Figures):
             if t.requires_grad and bytes_held(t) > _SCALAR:
                 taught += bytes_held(t)
         self._follow([(t.grad_fn, t.output_nr) for t in found if t.grad_fn is not None],
-                     {t.grad_fn for t in tensors_in(given)} - {None})
+                     {self._mark(t.grad_fn) for t in tensors_in(given)})
         level = self._saved[REST] + self.unsaved + self.outputs
         self.kept = max(self.kept, self._saved.total())
         # Of a loss that the caller computes: log-softmax, its gradient and the one that leaves it.
@@ -319,8 +321,8 @@ class ObservedStep(Figures):
     def part(self, tensors: Sequence[torch.Tensor]) -> Iterator[PartCall]:
         """Around the call of a part. `tensors`: among its arguments."""
         keys = {k for t in tensors if (k := key_of(t)) is not None}
-        call = PartCall(self._count + 1, keys, {t.grad_fn for t in tensors} - {None})
-        call.sources = [None if t.grad_fn is None else (t.grad_fn, t.output_nr) for t in tensors]
+        sources = [*map(self._edge, tensors)]
+        call = PartCall(self._count + 1, keys, {mark for mark, _ in sources}, sources)
         call.shared = {k for k, t in enumerate(tensors) if t.requires_grad and t.grad_fn is None}
         self._count += 1
         self._open.append(call)
@@ -354,15 +356,21 @@ class ObservedStep(Figures):
             if t is not None and key is not None and key not in call.inputs:
                 self._made[key] = weakref.ref(t), call.number
                 call.living[k] = key, storage_lives(t)
-            call.outputs.append(None if t is None or t.grad_fn is None else (t.grad_fn, t.output_nr))
-        nodes = [t.grad_fn for t in found if t is not None]
-        todo: list[Any] = nodes
+            call.outputs.append(self._edge(t))
+        todo: list[Any] = [t.grad_fn for t in found if t is not None]
         while todo:
             node = todo.pop()
-            if node is None or node in self._nodes or node in call.edges:
+            if not (mark := self._mark(node)) or mark in self._nodes or mark in call.edges:
                 continue
-            self._nodes[node] = call.number
+            self._nodes[mark] = call.number
             todo += [following for following, _ in node.next_functions]
+
+    def _mark(self, node: Any) -> int:
+        """Return what stands for a node (0 for None): a reference would keep alive what the forward drops."""
+        return 0 if node is None else node.metadata.setdefault(self._key, next(self._of_node))
+
+    def _edge(self, t: torch.Tensor | None) -> tuple[int, int]:
+        return (0, -1) if t is None else (self._mark(t.grad_fn), t.output_nr)
 
     def _pack(self, tensor: torch.Tensor) -> _Packed:
         key = key_of(tensor)
@@ -380,10 +388,6 @@ class ObservedStep(Figures):
                 self._calls[held.owner].handed.setdefault(key, (held.bytes, set()))[1].add(REST)
         held.references += 1
         return _Packed(tensor.detach(), self, key)
-
-    @staticmethod
-    def _unpack(packed: _Packed) -> torch.Tensor:
-        return packed.tensor
 
     def let_go(self, key: int) -> None:
         """Autograd lets a saved tensor go."""
@@ -430,48 +434,47 @@ class ObservedStep(Figures):
 
     # -- the backward ---------------------------------------------------------------------
 
-    def _follow(self, begin: Sequence[Any], end: set[Any]) -> None:
-        """Observe the nodes from some on, up to others, which come from outside of the call."""
-        ids: dict[Any, int] = {}
+    def _follow(self, begin: Sequence[Any], end: set[int]) -> None:
+        """Observe the nodes from some on, up to others (their marks), which come from outside of the call."""
+        ids: dict[int, int] = {}
         order: list[Any] = []
         todo = [n for n, _ in begin]
-        users: dict[tuple[Any, int], set[int]] = defaultdict(set)
-        for edge in begin:
-            users[edge].add(REST)
+        users: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for node, k in begin:
+            users[self._mark(node), k].add(REST)
         sums: Counter[Any] = Counter()
         while todo:
             node = todo.pop()
             if type(node).__name__ == "AccumulateGrad":
                 sums[node] += 1
-            if node in ids or node in end or node in sums:
+            if (mark := self._mark(node)) in ids or mark in end or node in sums:
                 continue
-            ids[node] = next(self._of_node)
+            ids[mark] = next(self._of_node)
             order.append(node)
-            for edge in node.next_functions:
-                if edge[0] is not None:
-                    users[edge].add(self._nodes.get(node, REST))
-                    todo.append(edge[0])
+            for following, k in node.next_functions:
+                if following is not None:
+                    users[self._mark(following), k].add(self._nodes.get(mark, REST))
+                    todo.append(following)
         for node, uses in sums.items():
-            if uses > 1 and REST in users[node, 0] and self.meter is not None:
-                ids[node] = self._sums[id(node.variable)] = next(self._of_node)
-                self._owner_of[ids[node]] = REST
+            if uses > 1 and REST in users[mark := self._mark(node), 0] and self.meter is not None:
+                ids[mark] = self._sums[id(node.variable)] = next(self._of_node)
+                self._owner_of[ids[mark]] = REST
         results: dict[int, list[tuple[PartCall, int]]] = defaultdict(list)
         for call in self._new:
-            for k, made in enumerate(call.outputs):
-                if made is not None and made[0] in ids:
-                    results[ids[made[0]]].append((call, k))
+            for k, (mark, _) in enumerate(call.outputs):
+                if mark in ids:
+                    results[ids[mark]].append((call, k))
             call.shared |= {k for k, source in enumerate(call.sources)
-                            if source is not None and (source[0] in end or users[source] - {call.number})}
-            call.sources = []
-            call.places = [-1 if made is None else made[1] for made in call.outputs]
+                            if source[0] and (source[0] in end or users[source] - {call.number})}
+            call.places = [place for _, place in call.outputs]
             call.dropped = {k for k, (key, lives) in call.living.items()
                             if key not in call.handed and not lives()}
-            call.outputs, call.living, call.edges = [], {}, set()
+            call.sources, call.outputs, call.living, call.edges = [], [], {}, set()
         self._new.clear()
         for node in order:
-            number, owner = ids[node], self._nodes.get(node, REST)
+            number, owner = ids[mark := self._mark(node)], self._nodes.get(mark, REST)
             self._owner_of[number] = owner
-            then = tuple((ids.get(n, -1), k) for n, k in node.next_functions)
+            then = tuple((ids.get(self._mark(n), -1), k) for n, k in node.next_functions)
             node.register_prehook(partial(self._begins, number, tuple(results.get(number, ()))))
             node.register_hook(partial(self._ends, number, then))
 

@@ -343,6 +343,9 @@ SIZES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "in a shape": lambda x, n: x.reshape((n.max(), -1)),
     "split": lambda x, n: torch.cat(torch.split(x, list(n))[::-1]),
     "of a constant": lambda x, n: x.tile((torch.arange(3).max() + 1, 1)),
+    "padded": lambda x, n: nn.functional.pad(x, (n.min() - 1, 2, *n[1:]), "constant", 0.5),
+    "resized": lambda x, n: nn.functional.interpolate(x[None, None], size=tuple(n[:2]), mode="bilinear"),
+    "by a name": lambda x, n: x.narrow(0, start=n.min(), length=n[0]),
     "in a set": lambda x, n: x * len(set(n.tolist())),
 }
 

@@ -313,8 +313,8 @@ def is_data_dependent(error: Exception) -> bool:
     text = str(error)
     return any(sign in text for sign in (
         "data-dependent", "Could not guard", "_local_scalar_dense", "Could not extract specialized",
-        "data dependent", "DataDependent", "only concrete integers")) or type(error).__name__ in (
-        "DataDependentOutputException", "DynamicOutputShapeException")
+        "data dependent", "DataDependent", "only concrete integers", "unbacked symbol")
+    ) or type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
 def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],

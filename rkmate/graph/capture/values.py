@@ -179,9 +179,6 @@ _READS = frozenset(("item", "tolist", "__bool__", "__int__", "__index__", "__flo
 _UNSET = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided",
                     "empty_permuted", "resize_", "resize_as_", "set_", "requires_grad_", "retain_grad",
                     "backward"))
-_SIZED = frozenset(("repeat", "expand", "reshape", "view", "tile", "unflatten", "split", "new_zeros",
-                    "new_ones"))
-"""Calls of a tensor whose further arguments are sizes."""
 _VIEWS = frozenset(("T", "mT", "H", "mH"))
 """Attributes that are tensors, views of another one."""
 _ARGUMENT, _CLOSED_OVER = "(argument)", "(closed over)"
@@ -367,9 +364,6 @@ class Values:
         tensors = tensors_of((args, kwargs))
         if func.__name__ in ("__getitem__", "__setitem__") and len(args) > 1:
             args = (args[0], self._with_ints(args[1]), *args[2:])
-        elif func.__name__ in _SIZED and len(args) > 1:
-            args = (args[0], *map(self._as_sizes, args[1:]))
-            tensors = tensors_of((args, kwargs))
         getter = func.__name__ == "__get__" and _attribute(func) not in _VIEWS
         if getter or not is_plain((args, kwargs)) or _autocast() != self._autocast:
             return func(*args, **kwargs)
@@ -380,6 +374,14 @@ class Values:
         part = PARTS.get(func)
         if part is not None and any(self._of(t) is not None for t in tensors):
             return part(self, func, *args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            # Sizes may come as tensors: the call looks at them, where no mode sees it.
+            if not is_data_dependent(error) or not any(map(self._is_number, tensors)):
+                raise
+        args, kwargs = mapped(lambda t: self.read(torch.Tensor.__index__, t) if self._is_number(t) else t,
+                              (args, kwargs))
         return func(*args, **kwargs)
 
     def _filled(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -400,12 +402,8 @@ class Values:
                            for n in (index.start, index.stop, index.step)))
         return index
 
-    def _as_sizes(self, given: Any) -> Any:
-        """Return sizes as numbers, where they come as tensors of one."""
-        if isinstance(given, (tuple, list)):
-            return type(given)(map(self._as_sizes, given))
-        is_known = isinstance(given, torch.Tensor) and self._of(given) is not None
-        return self.read(torch.Tensor.__index__, given) if is_known else given
+    def _is_number(self, t: torch.Tensor) -> bool:
+        return t.numel() == 1 and may_be_asked(t) and self._of(t) is not None
 
     def read(self, func: Callable[..., Any], *args: Any) -> Any:
         """Return what a call of known tensors gives Python."""
