@@ -332,23 +332,21 @@ class Parts(OneBudget):
         first = min((call.number for k in kinds for _, call in k.calls), default=0)
         for call in others:
             level = max(call.level + call.peak, call.backward) + left
-            if call.number < first:
-                early = max(early, level)
-            else:
-                alone = max(alone, level)
+            early, alone = (max(early, level), alone) if call.number < first else (early, max(alone, level))
         modules = [modules_of(self._model, kind, kinds, lambda m: is_named(
             m, self._model, self.named)) for kind in kinds]
         kept = held = extra = 0
-        """Bytes that all calls keep as they are, also those that were left out of the step; that they hold
-        with plans that compute nothing again; and that one takes on top while its backward runs, at most."""
+        """Bytes that all calls keep as they are, also those that the step left out; that they hold with plans
+        that compute nothing again; and that one takes on top while its backward runs, at most."""
         parts = [self._measured(kind, self.planning.budget.of(step.peak)) for kind in kinds]
-        for kind, part, found in zip(kinds, parts, modules, strict=True):
-            whole = part.whole
+        for kind, whole, found in zip(kinds, [part.whole for part in parts], modules, strict=True):
             calls, each = sum(calls for _, calls in found), kind.saved / len(kind.calls)
             kept += round(each * calls)
             held += round((whole.saved if kind.is_checkpointed else each) * calls)
             extra = max(extra, whole.extra + kind.is_checkpointed * whole.saved)
-        most = max(step.peak + kept - sum(k.saved for k in kinds), beside - handed + kept + extra)
+        left_out = kept - sum(k.saved for k in kinds)
+        knows_all = step.meter is not None and left_out <= len(kinds)       # measured, with every call in it
+        most = max(step.peak + left_out, 0 if knows_all else beside - handed + kept + extra)
         budget = self.planning.budget.of(most)
         # Gradients of several calls are added up, and wait for the last call's.
         counts: Counter[nn.Module] = Counter()
