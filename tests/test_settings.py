@@ -74,7 +74,7 @@ def test_the_old_name_of_a_planner() -> None:
 def test_variants_in_their_order() -> None:
     head = {"chunked-loss": ("head",)}
     assert [v.name for v in VARIANTS] == ["plain", "chunked-loss", "grouped-loss",
-                                         "channels-last", "tiles", "tiled-norms"]
+                                         "channels-last", "tiles", "tiled-norms", "uncompiled"]
     assert first(Settings()) is PLAIN and others(Settings(), head) == (CHUNKED_LOSS,)
     assert others(Settings(), {"chunked-loss": ()}) == ()           # nothing to rewrite
     assert others(Settings(chunked_loss="never"), head) == ()

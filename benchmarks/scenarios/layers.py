@@ -180,6 +180,149 @@ def _flow() -> Task:
     return Task(Coupling(), step)
 
 
+class Atoms(nn.Module):
+    """An energy of pairs of atoms within molecules, and the forces on the atoms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds, self.head = nn.Embedding(5, 16), nn.Linear(32, 1)
+        self.pairs = nn.Sequential(nn.Linear(33, 64), nn.SiLU(), nn.Linear(64, 32), nn.SiLU())
+
+    def forward(self, kinds: torch.Tensor, places: torch.Tensor, of: torch.Tensor
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the energies of the molecules, and the forces. `of`: the molecule of each atom."""
+        places = places.requires_grad_()
+        i, j = torch.where((of[:, None] == of) & ~torch.eye(len(of), dtype=torch.bool))
+        far = (places[i] - places[j]).square().sum(-1, keepdim=True)
+        found = self.pairs(torch.cat([self.kinds(kinds[i]), self.kinds(kinds[j]), far], -1))
+        energy = torch.zeros(int(of.max()) + 1, 1).index_add(0, of[i], self.head(found))
+        slope, = torch.autograd.grad(energy.sum(), places, create_graph=True)
+        return energy, -slope
+
+
+def _atoms() -> Task:
+    kinds, places, of = torch.randint(0, 5, (24,)), torch.randn(24, 3), torch.arange(24) // 8
+
+    def step(m: Any) -> torch.Tensor:
+        energy, forces = m(kinds, places.clone(), of)
+        return (energy - 1).square().mean() + forces.square().mean()
+    return Task(Atoms(), step)
+
+
+def _sums_between(x: torch.Tensor) -> torch.Tensor:
+    """Sums from each place to each later one; minus infinity for earlier ones."""
+    n = x.shape[-1]
+    later = torch.ones(n, n, dtype=torch.bool).tril(-1)
+    sums = x[..., None].expand(*x.shape, n).masked_fill(~later, 0).cumsum(-2)
+    return sums.masked_fill(~(later | torch.eye(n, dtype=torch.bool)), -torch.inf)
+
+
+def _scanned(x: torch.Tensor, decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor, size: int
+             ) -> torch.Tensor:
+    """A linear state in chunks (the dual form of Mamba 2)."""
+    batch, length, heads, width = x.shape
+    x, b, c = (t.view(batch, length // size, size, *t.shape[2:]) for t in (x, b, c))
+    decay = decay.view(batch, -1, size, heads).permute(0, 3, 1, 2)
+    total = decay.cumsum(-1)
+    within = torch.einsum("bclhn,bcshn,bhcls,bcshp->bclhp", c, b, _sums_between(decay).exp(), x)
+    states = torch.einsum("bclhn,bhcl,bclhp->bchpn", b, (total[..., -1:] - total).exp(), x)
+    states = torch.cat([torch.zeros_like(states[:, :1]), states], 1)
+    between = _sums_between(F.pad(total[..., -1], (1, 0))).exp()
+    states = torch.einsum("bhzc,bchpn->bzhpn", between, states)[:, :-1]
+    return (within + torch.einsum("bclhn,bchpn,bhcl->bclhp", c, states, total.exp())).reshape(
+        batch, length, heads, width)
+
+
+class Scan(nn.Module):
+    """A layer of Mamba 2, written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.into, self.out = nn.RMSNorm(32), nn.Linear(32, 64 + 64 + 16 + 4), nn.Linear(64, 32)
+        self.rate = nn.Parameter(torch.rand(4).log())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input and what the layer adds."""
+        gate, value, b, c, step = self.into(self.norm(x)).split([64, 64, 8, 8, 4], -1)
+        step = F.softplus(step)
+        value = value.unflatten(-1, (4, 16)) * step[..., None]
+        b, c = (t[:, :, None].expand(-1, -1, 4, -1) for t in (b, c))
+        scanned = _scanned(value, -self.rate.exp() * step, b, c, 8).flatten(2)
+        out: torch.Tensor = x + self.out(scanned * F.silu(gate))
+        return out
+
+
+class Splines(nn.Module):
+    """A layer of learned functions: splines of each input (a Kolmogorov-Arnold network)."""
+
+    grid: torch.Tensor
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.register_buffer("grid", (torch.arange(-3, 9) * 0.4 - 1).repeat(width, 1))
+        self.base, self.weight = nn.Linear(width, out), nn.Linear(8 * width, out, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return sums of functions of the inputs."""
+        at, grid = x[..., None], self.grid
+        basis = ((at >= grid[:, :-1]) & (at < grid[:, 1:])).to(x.dtype)
+        for k in range(1, 4):
+            left = (at - grid[:, :-k - 1]) / (grid[:, k:-1] - grid[:, :-k - 1])
+            right = (grid[:, k + 1:] - at) / (grid[:, k + 1:] - grid[:, 1:-k])
+            basis = left * basis[..., :-1] + right * basis[..., 1:]
+        out: torch.Tensor = self.base(F.silu(x)) + self.weight(basis.flatten(1))
+        return out
+
+
+class Splats(nn.Module):
+    """Gaussians in a plane, drawn from front to back."""
+
+    def __init__(self, number: int = 48) -> None:
+        super().__init__()
+        self.places, self.sizes = nn.Parameter(torch.rand(number, 2)), nn.Parameter(torch.rand(number, 2) - 3)
+        self.angles, self.opacities = nn.Parameter(torch.rand(number)), nn.Parameter(torch.zeros(number))
+        self.colours, self.depths = nn.Parameter(torch.rand(number, 3)), nn.Parameter(torch.rand(number))
+
+    def forward(self, side: int) -> torch.Tensor:
+        """Return a picture."""
+        cos, sin = self.angles.cos(), self.angles.sin()
+        axes = torch.stack([cos, -sin, sin, cos], -1).view(-1, 2, 2) @ torch.diag_embed(self.sizes.exp())
+        inverse, order = torch.linalg.inv(axes @ axes.mT), self.depths.argsort()
+        line = torch.linspace(0, 1, side)
+        off = torch.cartesian_prod(line, line) - self.places[order, None]
+        far = torch.einsum("nki,nij,nkj->nk", off, inverse[order], off)
+        cover = (self.opacities[order, None].sigmoid() * (-far / 2).exp()).clamp(max=0.99)
+        shine = torch.cat([torch.ones(1, side * side), 1 - cover[:-1]]).cumprod(0)
+        return ((shine * cover)[..., None] * self.colours[order, None].sigmoid()).sum(0)
+
+
+class Tagger(nn.Module):
+    """Tags of words, with a conditional random field: its forward algorithm is a loop."""
+
+    def __init__(self, tags: int = 6) -> None:
+        super().__init__()
+        self.words, self.scores = nn.Embedding(50, 32), nn.Linear(32, tags)
+        self.reads = nn.LSTM(32, 16, bidirectional=True, batch_first=True)
+        self.steps = nn.Parameter(torch.randn(tags, tags))
+
+    def forward(self, words: torch.Tensor, tags: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the negative log-likelihood of the tags."""
+        scores = self.scores(self.reads(self.words(words))[0])
+        every, own = scores[:, 0], scores[:, 0].gather(1, tags[:, :1]).squeeze(1)
+        for t in range(1, words.shape[1]):
+            here = scores[:, t].gather(1, tags[:, t:t + 1]).squeeze(1)
+            own = own + (here + self.steps[tags[:, t - 1], tags[:, t]]) * mask[:, t]
+            following = torch.logsumexp(every[:, :, None] + self.steps + scores[:, t, None], 1)
+            every = torch.where(mask[:, t, None], following, every)
+        return (torch.logsumexp(every, 1) - own).mean()
+
+
+def _tagged() -> Task:
+    words, tags = torch.randint(0, 50, (16, 12)), torch.randint(0, 6, (16, 12))
+    mask = torch.arange(12) < torch.randint(5, 12, (16, 1))
+    return Task(Tagger(), lambda m: m(words, tags, mask))
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     plain("mlp", lambda: to_zero(blocks()), 0.7),
     plain("a loss of several operations", lambda: Task(
@@ -207,4 +350,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     plain("weight norm", lambda: to_zero(_every_other(nn.utils.parametrizations.weight_norm)), 0.7),
     plain("a part of a step", _part_of_a_step, 0.8, "model.trunk"),
     plain("a flow", _flow, 0.7),
+    plain("forces on atoms of molecules", _atoms, 0.8),
+    plain("scans in chunks", lambda: to_zero(nn.Sequential(*(Scan() for _ in range(3))),
+                                             torch.randn(4, 32, 32))),
+    plain("splines of each input", lambda: to_zero(nn.Sequential(
+        Splines(8, 32), Splines(32, 32), Splines(32, 8)), torch.rand(64, 8) * 2 - 1)),
+    plain("splats, front to back", lambda: Task(Splats(), lambda m: (m(24) - 0.5).abs().mean()), 0.7),
+    plain("tags with a random field", _tagged),
 )

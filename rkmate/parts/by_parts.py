@@ -359,7 +359,9 @@ class Parts(OneBudget):
                      part.whole.extra + kind.is_checkpointed * part.whole.saved) for kind, part, *_ in places]
         absent = sum(way.saved * calls for way, (*_, calls) in zip(plain, places, strict=True)) - sum(
             kind.saved for kind in kinds)
-        most = max(step.peak + absent, max((m.taken(plain) for m in known), default=0) - handed)
+        most = step.peak + absent
+        if step.meter is None or absent > len(places):      # not measured, or not with every call in it
+            most = max(most, max((m.taken(plain) for m in known), default=0) - handed)
         budget = self.planning.budget.of(most)
         share, fits = room_for([part.whole for _, part, *_ in places], known, budget)
         share = share if fits else min(share, FULL)

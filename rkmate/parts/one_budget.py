@@ -399,8 +399,8 @@ class OneBudget:
 
         `reason`: why it is followed; `instead`: what the settings that forbid it would do."""
         form, _ = part.form_of(number)
-        if form is not part.forms[0]:
-            blocked = form.solved.prepared.blocked
+        blocked = form.solved.prepared.blocked
+        if form is not part.forms[0] and blocked.variant.trades:
             self._warn_once(f"{blocked.variant.name}: {reason}",
                             blocked.variant.warning(reason, instead, blocked.concerned))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import time
 from collections import Counter
@@ -30,7 +31,7 @@ from rkmate.pipeline.refuse import (
     seconds_of_any,
 )
 from rkmate.pipeline.solve import Solved, runs_of, runs_of_operations, solve_lean, solve_more, summarise
-from rkmate.pipeline.variants import first
+from rkmate.pipeline.variants import UNCOMPILED, first
 from rkmate.planners.default import Auto, Default
 from rkmate.planners.offload_search import whole_at_once
 from rkmate.planners.protocol import Candidate, Composed, Outcome, Planner, ask, found_in
@@ -40,6 +41,8 @@ from rkmate.show.plan import Plan
 from rkmate.support.planning_lock import gc_pause
 from rkmate.support.warn import warn
 from rkmate.torch_seam.nodes import VALUE
+
+logger = logging.getLogger("rkmate")
 
 # -- Attempts --------------------------------------------------------------------------------------
 #
@@ -197,6 +200,9 @@ def warn_of(prepared: Prepared, reason: tuple[str, str]) -> None:
     always = first(blocked.traced.settings).rows
     if any(row.trades and not row.asked_for and row not in always for row in blocked.variant.rows):
         warn(blocked.variant.warning(*reason, blocked.concerned))
+    if UNCOMPILED in blocked.variant.rows:
+        logger.warning("%s is planned without compiled groups: no schedule with them fits in this budget",
+                       blocked.traced.name)
 
 
 # -- Larger tiles ----------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Variant:
     def warning(self, reason: str, instead: str, concerned: Concerned) -> str:
         """Return the warning for a plan of this variant. `reason`: why it was taken; `instead`: what the
         settings that forbid it would do."""
-        rows = [row for row in self.rows if not row.asked_for]
+        rows = [row for row in self.rows if not row.asked_for and row is not UNCOMPILED]
         never = ", ".join(dict.fromkeys(f'{row.setting}="never"' for row in rows))
         part = together(rows)
         return f"{reason}: {part.notes(concerned)}. {part.trades}. rkmate.Settings({never}) {instead}"
@@ -122,11 +122,18 @@ TILED_NORMS = Variant(
     note="norms in them have passes over tiles for their statistics",
     combines=("tiles",),
     within="tiles")
-_WHEN: dict[str, When] = {"keep": "never", "with_compile": "never", "channels_last": "always"}
-"""Meaning of the values of `Settings.layouts` for a variant. If groups are compiled, ``"with_compile"`` has
-been replaced by then (`rkmate.pipeline.prepare.with_compiler`)."""
+UNCOMPILED = Variant(
+    "uncompiled",
+    setting="compile",
+    takes_longer=True,
+    note="nothing is compiled, because no schedule with compiled groups fits",
+    combines=("chunked-loss", "grouped-loss", "tiles", "tiled-norms"))
+_WHEN: dict[object, When] = {"keep": "never", "with_compile": "never", "channels_last": "always",
+                             True: "auto", False: "never"}
+"""Meaning of the values of `Settings.layouts` and `Settings.compile` for a variant. If groups are compiled,
+``"with_compile"`` has been replaced by then (`rkmate.pipeline.prepare.with_compiler`)."""
 VARIANTS: tuple[Variant, ...] = (PLAIN, CHUNKED_LOSS, GROUPED_LOSS, CHANNELS_LAST, TILES,
-                                 TILED_NORMS)
+                                 TILED_NORMS, UNCOMPILED)
 """The rows of the table. Those that can be combined are tried alone, and together."""
 
 

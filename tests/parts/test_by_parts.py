@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import logging
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -403,6 +404,20 @@ def test_bits_and_budget_of_the_whole_step(name: str, caplog: pytest.LogCaptureF
     assert planned_parts(model) == expected
     assert "is planned by parts: " in caplog.text and "of the budget of" in caplog.text
     assert max(peak(model, step, seed) for seed in range(6)) <= int(share * whole)
+
+
+def test_a_fraction_is_one_of_the_peak_that_was_measured(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the largest layer's backward runs, the others hold nothing any more."""
+    make, step, *_ = MODELS["layers that shrink"]
+    model = make()
+    whole = peak(copy.deepcopy(model), step, 0)
+    with caplog.at_level(logging.WARNING, "rkmate"):
+        applied(model, 0.8)
+        train(model, step, 0)
+        train(model, step, 1)
+    found = re.search(r"of the budget of ([\d,]+)", caplog.text)
+    assert found is not None and int(found[1].replace(",", "")) <= 0.802 * whole
+    assert peak(model, step, 0) <= 0.802 * whole
 
 
 @pytest.mark.parametrize("rates", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,10 @@ from torch.autograd import grad
 from torch.nn import functional as F
 
 import rkmate
+from rkmate.errors import CaptureError
 from tests.equality import assert_same_step
 from tests.models import Sample
+from tests.options import options_of
 from tests.semantics.steps import assert_same_gradients, planned, three_budgets, tightest
 
 
@@ -73,6 +76,65 @@ def test_the_step_is_the_originals(kind: type[nn.Module], args: tuple[torch.Tens
         assert_same_step(original, module, Sample(module, args, {}, loss))
     assert module.plan.peak_bytes < module.plan.baseline_peak_bytes
     assert module.plan.schedule.recomputed()
+
+
+class Pairs(nn.Module):
+    """An energy of pairs of atoms, of which masks and counts among the arguments say which there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _net()
+
+    def forward(self, places: torch.Tensor, of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        places = places.detach().requires_grad_()
+        i, j = torch.where((of[:, None] == of) & ~torch.eye(len(of), dtype=torch.bool))
+        each = self.net(places[i] - places[j])
+        energy = torch.zeros(int(of.max()) + 1, 1).index_add(0, of[i], each)
+        slope, = grad(energy.sum(), places, create_graph=True)
+        return energy, -slope
+
+
+def test_indices_that_values_of_arguments_or_constants_decide() -> None:
+    torch.manual_seed(0)
+    model = Pairs()
+    original = copy.deepcopy(model)
+    molecules = torch.tensor([0] * 4 + [1] * 3), torch.tensor([0] * 3 + [1] * 4)
+    module = planned(model, torch.randn(7, 3), molecules[0], trains="all")
+    for of in (*molecules, molecules[0]):
+        assert_same_step(original, module, Sample(
+            module, (torch.randn(7, 3), of), {}, lambda found: found[0].sum() + found[1].square().sum()))
+        assert module.has_plan
+
+
+class Leaves(nn.Module):
+    """Hands out the leaf that a slope outside is asked of."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.net, self.keeps = _net(), keeps
+
+    def forward(self, places: torch.Tensor) -> Any:
+        places = places.clone().detach().requires_grad_()
+        if self.keeps:
+            self.places = places
+        return self.net(places) if self.keeps else (self.net(places), places)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_leaf_that_the_forward_makes_and_hands_out_is_refused_and_has_its_gradient_by_parts(
+        keeps: bool) -> None:
+    model, x = Leaves(keeps), torch.randn(64, 3)
+    original = copy.deepcopy(model)
+    with pytest.raises(CaptureError, match=r"called requires_grad_\(\)"):
+        planned(model, x)
+    rkmate.apply(model, budget=0.9, **options_of(costs="analytic", progress=False))
+    for _ in range(3):
+        slopes = []
+        for module in (original, model):
+            made = module(x)
+            made, places = (made, module.places) if keeps else made
+            slopes.append(grad(made.sum(), places)[0])
+        assert torch.equal(*slopes)
 
 
 class CallsBackward(nn.Linear):

@@ -161,6 +161,7 @@ class FlatModule(nn.Module):
                                   *((keys, f) for keys, f in own if f is not None)], changed,
             [*tensors, *flat], of_modules)
         flat = every[len(tensors):]
+        self._refuse_new_leaves(flat, tensors)
         asked, answers = taken_for_granted(len(flat))
         flat += asked
         self.found.effects = replace(effects, answers=answers)
@@ -168,6 +169,19 @@ class FlatModule(nn.Module):
         # A copy of each output keeps the graph's outputs free of aliases (of inputs, of each
         # other); simplification drops the copies again.
         return [replaced.get(id(t), t).clone() for t in flat]
+
+    def _refuse_new_leaves(self, left: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+        """Refuse to lose the gradients of tensors that a forward returns, or leaves in attributes, after it
+        has called `requires_grad_()` on them. `given`: its arguments."""
+        own = {id(t) for t in (*given, *self.model.parameters())}
+        for t in left:
+            if t.requires_grad and t.is_leaf and id(t) not in own:
+                raise CaptureError(
+                    f"{type(self.model).__name__}: the forward returns or keeps a tensor of shape "
+                    f"{tuple(t.shape)} on which it has called requires_grad_(), so that its gradient can be "
+                    "asked for outside; a planned step has no such gradient. Call requires_grad_() on the "
+                    "argument before the call and use that, or compute the gradient in the forward "
+                    "(torch.autograd.grad) and return it")
 
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -333,7 +347,7 @@ def _text_of_program(program: nn.Module, model: nn.Module) -> str:
 
 def _export(flat: FlatModule, tensors: tuple[torch.Tensor, ...], values: Values | None) -> Any:
     """Return the exported program, in the first way in which that succeeds; the module itself where none does
-    and its forward differentiates, and asks for no values, and where it computes with DTensors, whose
+    and its forward differentiates, and where it computes with DTensors, whose
     backward an exported program does not have."""
     if local_names():
         if values is not None:
@@ -356,7 +370,7 @@ def _export(flat: FlatModule, tensors: tuple[torch.Tensor, ...], values: Values 
     except CaptureError:
         raise
     except Exception:
-        if values is None and flat.found.differentiates:
+        if flat.found.differentiates:
             return flat
         raise
 

@@ -185,7 +185,7 @@ _ARGUMENT, _CLOSED_OVER = "(argument)", "(closed over)"
 _LARGEST = 1 << 24
 """Bytes of a floating-point tensor that a twin is made of."""
 _KEPT = frozenset(("_assert", "sym_", "_guard"))
-_here = threading.local()
+_here, _aten = threading.local(), torch.ops.aten
 
 
 def is_stopped_by_values(error: Exception) -> bool:
@@ -494,8 +494,8 @@ class Values:
         for slot, twin in zip(slots, twins, strict=True):
             with outside_trace():
                 value = twin.detach().clone()
-            # A copy is the trace's own: it may be written to, and nothing is known of its values.
-            traced = torch.ops.aten.clone.default(value)
+            # A copy, which may be written to. Outside of an export, a trace takes constants that are fresh.
+            traced = (_aten.clone if torch.compiler.is_exporting() else _aten.lift_fresh_copy).default(value)
             self._given.append(_Given(slot, step, twin, value))
             self._known[id(traced)] = _Known.of(traced, twin, slot)
             made.append(traced)

@@ -360,7 +360,7 @@ class _Made:
 
 
 def fuse(joint: Joint) -> None:
-    """Let groups of operations be compiled."""
+    """Let groups of operations be compiled. List them, and change nothing, if the choices say so."""
     fused, reads = fusable(joint), Reads()
     again = computed_again(joint, fused, reads)
     leaving = {owner_of(n) for n in joint.results()}
@@ -371,6 +371,9 @@ def fuse(joint: Joint) -> None:
         if each is not None and is_backward(members[0]):
             leaving.update(each.arguments)      # what values are computed again from is a result, too
     made = [each for k in range(len(found)) if (each := of[k]) is not None]
+    joint.concerned["uncompiled"] = tuple(each.cluster.name for each in made)
+    if "uncompiled" in joint.choices:
+        return
     calls: list[fx.Node] = []
     items: dict[fx.Node, fx.Node] = {}
     for each in made:

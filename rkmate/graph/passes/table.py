@@ -165,7 +165,8 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             find_decisions),
     Rewrite("fused groups",
             "Between products, convolutions and attention, eager mode reads and writes a tensor for every "
-            "operation. If compiled kernels are requested, neighbouring operations become one computation.",
+            "operation. If compiled kernels are requested, neighbouring operations become one computation, "
+            "unless the budget holds no schedule with them.",
             fuse, when=("compiled",)),
 )
 """In the order in which they work."""

@@ -204,6 +204,42 @@ def test_many_random_modules(uncompiled: None, monkeypatch: pytest.MonkeyPatch) 
     random_modules.examples(150, 22)
 
 
+class Heads(nn.Module):
+    """A trunk whose gradient is a sum over heads: one group reads those of all heads at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(16, 64), nn.ReLU())
+        self.heads = nn.ModuleList(nn.Linear(64, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.trunk(x)
+        return sum(head(h).square().mean() for head in self.heads)  # type: ignore[return-value]
+
+
+def test_a_budget_that_groups_do_not_meet_is_met_without_them(uncompiled: None, tmp_path: Path,
+                                                              caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Heads(), torch.randn(128, 16)
+    least = []
+    for compiled in (False, True):
+        with pytest.raises(rkmate.InfeasibleBudget) as error:
+            rkmate.plan(model, (x,), budget=1, **options_of(
+                costs="analytic", tiles="never", compile=compiled, progress=False))
+        least.append(error.value.minimum_bytes)
+    assert least[0] == least[1]
+    options = options_of(costs="analytic", tiles="never", compile=True, progress=False)
+    module = rkmate.wrap(copy.deepcopy(model), (x,), budget=least[0], **options)
+    assert module.plan.variant == "uncompiled" and not module.plan.fused
+    assert "nothing is compiled" in module.plan.note and "without compiled groups" in caplog.text
+    module.plan.save(tmp_path / "plan.json")
+    loaded = rkmate.wrap(copy.deepcopy(model), (x,), plan=tmp_path / "plan.json", **options)
+    assert loaded.plan.variant == "uncompiled"
+    for each in (module, loaded):
+        assert_same_step(model, each, Sample(each, (x,), {}, lambda loss: loss))
+    more = rkmate.plan(model, (x,), budget=1.0, **options)
+    assert more.variant == "plain" and more.fused
+
+
 def test_a_saved_plan(uncompiled: None, tmp_path: Path) -> None:
     sample = layers()
     plan = wrap(sample, costs="analytic").plan
