@@ -27,7 +27,13 @@ from rkmate.runtime.kept_plans import Specialization
 from rkmate.runtime.module import PlannedModule
 from rkmate.runtime.segments import Call
 from rkmate.torch_seam.dtensor import is_dtensor, local_part
-from rkmate.torch_seam.modules import flat_gradients, gathered_bytes, is_sharded, whole_gradient_type
+from rkmate.torch_seam.modules import (
+    flat_gradients,
+    gathered_bytes,
+    gathered_registered,
+    is_sharded,
+    whole_gradient_type,
+)
 from rkmate.torch_seam.tensors import after_backward, key_of
 
 PATIENCE = 8
@@ -52,7 +58,7 @@ class Follower(PlannedModule):
     def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                        ) -> Specialization | None:
         if self._within is not None and key not in self._unplanned \
-                and self._has_something_to_train(args, kwargs):
+                and self.has_something_to_train(args, kwargs):
             with self._within.planning_apart():
                 try:
                     key = self._within.provide(self, key, args, kwargs)
@@ -71,9 +77,9 @@ class Follower(PlannedModule):
                              "Each sharded layer has a plan of its own, which adds up the layer's part first")
 
     def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._within is None or not self._has_something_to_train(args, kwargs):      # a frozen layer
+        if self._within is None or not self.has_something_to_train(args, kwargs):      # a frozen layer
             return super()._run_planned(args, kwargs)
-        with self._within.running(self):
+        with gathered_registered(self._original), self._within.running(self):
             return super()._run_planned(args, kwargs)
 
     @property

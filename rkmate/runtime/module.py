@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -193,7 +193,7 @@ class PlannedModule(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original's forward; under its plan if gradients are recorded."""
         if torch.compiler.is_dynamo_compiling():
-            return _uncompiled(self, args, kwargs)
+            return outside_of_dynamo(PlannedModule.forward, self, *args, **kwargs)
         if planning_lock.is_mine() or (torch.compiler.is_compiling() and _traced_here()):
             return self._run_original(args, kwargs)   # a part of what is being captured or exported
         if capture_lock.is_others():
@@ -364,7 +364,7 @@ class PlannedModule(StandIn):
                 logger.warning("a call differs from the planned ones in %s: a plan is made for it, and "
                                "kept (this is said once, and how long such plans took after 10 and 100)",
                                self._plans.kept.differing(key))
-        if key in self._unplanned or not self._has_something_to_train(args, kwargs):
+        if key in self._unplanned or not self.has_something_to_train(args, kwargs):
             return None
         try:
             known = self._plans.make(key, args, kwargs)
@@ -388,7 +388,7 @@ class PlannedModule(StandIn):
             self._unplanned.clear()
         self._unplanned.add(key)
 
-    def _has_something_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def has_something_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether anything requires a gradient; otherwise the original keeps nothing for a
         backward."""
         return any(p.requires_grad for p in self._original.parameters()) or \
@@ -444,11 +444,11 @@ def _class_for(kind: type[nn.Module], base: type[PlannedModule]) -> type[Planned
         "__module__": base.__module__, "_made_for": kind})
 
 
-def _uncompiled(module: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def outside_of_dynamo(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a planned module inside a compiled function, which breaks its graph around the module."""
     from rkmate.runtime.uncompiled import run_uncompiled
 
-    return run_uncompiled(PlannedModule.forward, module, *args, **kwargs)
+    return run_uncompiled(forward, *args, **kwargs)
 
 
 def _traced_here() -> bool:
