@@ -130,13 +130,13 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
 
     Args:
         model: the module to train. `remove` undoes `apply`; a second `apply` replaces the first. If the model
-            is sharded by ``fully_shard``, by ``FullyShardedDataParallel`` with ``use_orig_params=True``, or
-            by DeepSpeed's ZeRO stage 3 with layers that ``set_z3_leaf_modules`` names, before or after this
-            call, each sharded layer (the innermost ones) gets a plan of its own, and so does the rest of the
-            forward after the last of them: they share the budget of the whole step. `applied` then shows the
-            plan of each layer, and of the rest. The members of a ``ModuleList`` or ``ModuleDict`` (the
-            pipeline stages of a rank, where there are several ranks) share one budget in the same way, for
-            all of their calls up to an optimizer's step.
+            is sharded by ``fully_shard``, by ``FullyShardedDataParallel``, or by DeepSpeed's ZeRO stage 3
+            with layers that ``set_z3_leaf_modules`` names, before or after this call, each sharded layer (the
+            innermost ones) gets a plan of its own, and so does the rest of the forward after the last of
+            them: they share the budget of the whole step. `applied` then shows the plan of each layer, and of
+            the rest. The members of a ``ModuleList`` or ``ModuleDict`` (the pipeline stages of a rank, where
+            there are several ranks) share one budget in the same way, for all of their calls up to an
+            optimizer's step.
         args, kwargs: sample inputs, to plan now. Without them, the first call that records gradients is
             planned when it comes: with the real batch, in the mode that it is trained in.
         budget: bytes (int), text ("600MiB", "50%"), a float in (0, 1], which is a fraction of the peak of the
@@ -163,13 +163,12 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     check_model(model)
     given, model = model, cast(_M, inside_of_flat(model) or model)
     layers = sharded_layers(model)
-    if not layers and model is not given:
-        refuse_parallelism(given)
-    if not layers and not is_sharded(model):        # a sharded layer's parameters are seen in its first call
+    shared = bool(layers) or model is not given
+    if not shared and not is_sharded(model):        # a sharded layer's parameters are seen in its first call
         refuse_parallelism(model, later=not sampled)
-    if layers and call.settings.gradients == "in_place":
+    if shared and call.settings.gradients == "in_place":
         refuse_data_parallelism(*given.modules())
-    if layers and sampled:
+    if shared and sampled:
         raise ArgumentError(f"{type(model).__name__} has sharded layers, whose parameters exist only "
                             "during a step: leave out the sample inputs, and the first step is planned")
     if sampled:
@@ -178,8 +177,8 @@ def apply(model: _M, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not sampled and several_ranks():
         put_plans_into_members(model, planning)
         return model
-    if layers:
-        put_plans_into_layers(model, layers, planning)
+    if shared:
+        put_plans_into_layers(model, layers, planning, None if model is given else given)
         return given
     planning = _counting(planning, plan)
     if planning.settings.parts is None:

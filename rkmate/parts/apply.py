@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
-from rkmate.graph.capture.refusals import refuse_parallelism, refuse_without_shape, tell_of_compiled
+from rkmate.graph.capture.refusals import refuse_without_shape, tell_of_compiled
 from rkmate.offload.target import Engines
 from rkmate.parts.by_parts import Parts
 from rkmate.parts.one_budget import sharded_layers, take_watch_from
@@ -33,19 +33,20 @@ from rkmate.runtime.kept_plans import (
     Prototype,
     Specialization,
 )
-from rkmate.runtime.module import FirstStep, PlannedModule
+from rkmate.runtime.module import FirstStep, PlannedModule, outside_of_dynamo
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.modules import (
     COMPILED_CALL,
     compiled_call,
     has_call_of_class,
-    has_flat_parameters,
     inside_of_flat,
     is_compiled_in_place,
     is_sharded,
+    original_of,
     own_call,
     replace_call,
+    running_flat,
 )
 
 # -- Planned calls ---------------------------------------------------------------------------------
@@ -91,8 +92,9 @@ class _Planned(Follower):
     def _new_signature(self, key: Any, args: tuple[Any, ...],
                        kwargs: dict[str, Any]) -> Specialization | None:
         layers = sharded_layers(self._original) if self._within is None else []
-        if layers:
-            move_plan_into_layers(self._original, layers)
+        around = running_flat() if self._within is None else None
+        if layers or (around is not None and inside_of_flat(around) is self._original):
+            move_plan_into_layers(self._original, layers, around)
             self.__dict__["_run"] = planned_call_of(self._original)
             return None
         if self._refused is None:
@@ -182,8 +184,8 @@ class PlannedCall:
 
     @property
     def _is_gathered(self) -> bool:
-        """Whether hooks around the module's forward, or the FSDP1 around it, gather its parameters."""
-        return is_sharded(self._model) or (self.within is not None and self._model in self.within.flat)
+        """Whether hooks around the module's forward, or what is around it, gather its parameters."""
+        return is_sharded(self._model) or (self.within is not None and self._model in self.within.inside)
 
     @property
     def alone(self) -> _Planned:
@@ -248,6 +250,16 @@ class PlannedCall:
                 return
             take_plan_from(self._model)
             raise
+
+    def put_back_into(self, module: nn.Module) -> PlannedCall | None:
+        """Put the call into its module again where `Module.compile` has replaced it; None for a copy of the
+        module, which has another call."""
+        if module is not self._model or not is_compiled_in_place(module):
+            return None
+        self._compiled = compiled_call(module)
+        replace_call(module, self)
+        tell_of_compiled([type(module).__name__])
+        return self
 
     def take_away(self) -> None:
         """Leave the module as it was."""
@@ -371,17 +383,17 @@ def put_plan_into(model: nn.Module, planning: Planning, refused: Refused | None 
     return call
 
 
-def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: Planning) -> None:
+def put_plans_into_layers(model: nn.Module, layers: list[nn.Module], planning: Planning,
+                          around: nn.Module | None = None) -> None:
     """Put a plan into each sharded layer of a model, and into the rest of its forward: they share the
-    budget of a step."""
+    budget of a step. `around`: the FSDP1 around the model, if there is one; it may have no layers then."""
     refuse_without_shape(model)
-    if has_flat_parameters(model):
-        refuse_parallelism(model)
     compiled = [name or type(model).__name__ for name, m in model.named_modules()
-                if m in (model, *layers) and is_compiled_in_place(m)]
+                if (m in (model, *layers) and is_compiled_in_place(m))
+                or (is_sharded(m) and original_of(m) in layers)]
     if compiled:
         tell_of_compiled(compiled)
-    sharded = Sharded(model, layers, _sharing(planning))
+    sharded = Sharded(model, layers, _sharing(planning), around)
     take_plan_from(model)
     for layer in layers:
         put_plan_into(layer, sharded.planning_of(layer), within=sharded)
@@ -401,8 +413,9 @@ def put_plans_into_members(model: nn.Module, planning: Planning) -> None:
     put_plan_into(model, stages.planning, sharded=stages)
 
 
-def move_plan_into_layers(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Share the budget of a module among its layers, which were sharded after `put_plan_into`."""
+def move_plan_into_layers(model: nn.Module, layers: list[nn.Module], around: nn.Module | None) -> None:
+    """Share the budget of a module among its layers, which were sharded after `put_plan_into`. `around`: the
+    FSDP1 around the module, if there is one."""
     call = planned_call_of(model)
     assert call is not None
     if call.planning.settings.gradients == "in_place":
@@ -410,7 +423,7 @@ def move_plan_into_layers(model: nn.Module, layers: list[nn.Module]) -> None:
     if call.latest.has_plan:
         warn(f"{type(model).__name__} was sharded after it was planned: the plan is dropped, "
              "and each sharded layer is planned at its first call")
-    put_plans_into_layers(model, layers, call.planning)
+    put_plans_into_layers(model, layers, call.planning, around)
 
 
 class PlannedInside(PlannedModule):
@@ -552,7 +565,9 @@ def _planned_forward(call: PlannedCall) -> Callable[..., Any]:
     own = before if before is not None else model.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mine = planned_call_of(self)
+        if torch.compiler.is_dynamo_compiling():
+            return outside_of_dynamo(forward, self, *args, **kwargs)
+        mine = planned_call_of(self) or call.put_back_into(self)
         # A library's forward that is the module's own to `mine` may be around this one, of a plan before.
         if mine is not None and (mine is call or mine not in _entered()):
             return mine.forward(*args, **kwargs)

@@ -32,7 +32,7 @@ from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.modules import (
     compiled_call,
     gathers_all_inside,
-    inside_of_flat,
+    inside_of_sharded,
     is_sharded,
     own_call,
     replace_call,
@@ -54,12 +54,12 @@ def is_one_operation(module: nn.Module) -> bool:
 
 def sharded_layers(model: nn.Module) -> list[nn.Module]:
     """Return the innermost sharded modules inside of a model, the model itself left out; without those of one
-    operation (an embedding, a head), where there are others. Of FSDP1, the modules inside of the sharded
-    ones."""
+    operation (an embedding, a head), where there are others. Of FSDP1, and of what torch.compile has
+    returned, the modules inside of the sharded ones."""
     sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
     layers = [m for m in sharded if gathers_all_inside(m)
               and not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
-    layers = [inside_of_flat(m) or m for m in layers]
+    layers = [inside_of_sharded(m) or m for m in layers]
     return [m for m in layers if not is_one_operation(m)] or layers
 
 

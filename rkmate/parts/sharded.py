@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +53,8 @@ from rkmate.runtime.kept_plans import Planning
 from rkmate.runtime.snapshot import by_content
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.modules import INSIDE_OF_FLAT, own_call
+from rkmate.torch_seam.modules import INSIDE_OF_FLAT, gathered_registered, own_call
+from rkmate.torch_seam.patches.modules import returned_uncompiled
 from rkmate.torch_seam.tensors import inside_backward, version_of
 from rkmate.torch_seam.trace import several_ranks
 
@@ -88,8 +89,12 @@ class Sharded(ShardedParts):
         "{outside:,}, and the smallest budget that can be met is about {least:,} bytes ({share:.0%} of the "
         "step's own peak of about {plain:,} bytes)")
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], planning: Planning) -> None:
-        """Raises `ArgumentError`: several calls before a backward were asked for."""
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], planning: Planning,
+                 around: nn.Module | None = None) -> None:
+        """`around`: the FSDP1 around the model, if there is one. Without layers, the rest of the forward is
+        all of it.
+
+        Raises `ArgumentError`: several calls before a backward were asked for."""
         if planning.settings.calls != 1:
             raise ArgumentError(f"calls is {planning.settings.calls}, and {type(model).__name__} has sharded "
                                 "layers, which share a budget as calls of one module do: apply a budget to "
@@ -101,6 +106,8 @@ class Sharded(ShardedParts):
         super().__init__(model, replace(
             planning, more_calls=lambda: None, calls_at_once=sys.maxsize,
             settings=replace(planning.settings, offload=None, measure=measure)))
+        self._spread = model if around is None else around
+        """The module with all sharded parameters."""
         self._weights = {layer: sum(p.nbytes for p in layer.parameters()) or 1 for layer in layers}
         self._too_large += advice_to_shard(model, self.units)
         self._signatures: dict[Any, Signature] = {}
@@ -122,6 +129,8 @@ class Sharded(ShardedParts):
         """Ends the look-out for an optimizer's step, before which the measurement ends."""
         self._steps, self._agreed, self._again = 0, AGREED, AGAIN
         self._exchanges, self._standing = Exchanges(model), 0
+        self._uncompiled = ExitStack()
+        self._uncompiled.enter_context(returned_uncompiled(model))
         self._number = next(_numbers)
         _models[self._number] = self
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
@@ -140,6 +149,7 @@ class Sharded(ShardedParts):
         """Leave the calls of sharded modules without plans as they were."""
         self._close()
         self._exchanges.close()
+        self._uncompiled.close()
         self._leading = None
         _models.pop(self._number, None)
         self._stop_watching()
@@ -230,7 +240,7 @@ class Sharded(ShardedParts):
         if self._steps == 1:
             logger.warning("%s: this step plans its layers, and the next one is measured. Both "
                            "take as little as is known before, which may be more than the budget", self._type)
-        ranks = ranks_that_share(self._model) if self._steps == self._agreed else None
+        ranks = ranks_that_share(self._spread) if self._steps == self._agreed else None
         self._share_out(now.next_shared, ranks)
         now.calls += 1
         if now.calls >= LATER and not now.calls & now.calls - 1:
@@ -270,15 +280,17 @@ class Sharded(ShardedParts):
             return self.rest.own(*args, **kwargs)
         if self._now is None:                   # by another method (register_fsdp_forward_method)
             return self.called(lambda *a, **k: self.forward(a, k), args, kwargs)
-        self._arguments = args, kwargs
+        self._arguments, tail = (args, kwargs), self.tail
+        assert tail is not None
         try:
-            return self.rest.own(*args, **kwargs)
+            if self.units or not (tail.trains(args, kwargs) and self._is_rest_planned(tail)):
+                return self.rest.own(*args, **kwargs)
         except Reached:
-            assert self.tail is not None
+            pass
         finally:
             self._arguments = (), {}
         with self.rest.stubs():
-            return self.tail.forward(*args, **kwargs, **{GIVEN: self.rest.given})
+            return tail.forward(*args, **kwargs, **{GIVEN: self.rest.given})
 
     def called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a sharded module that has no plan."""
@@ -307,7 +319,7 @@ class Sharded(ShardedParts):
         """Return whether there is a plan for the rest of the forward; it is made if there can be one."""
         args, kwargs = self._arguments
         kwargs = {**kwargs, GIVEN: self.rest.given}
-        with self.rest.stubs():
+        with self.rest.stubs(), gathered_registered(self._model):
             key = tail.cache.observations.with_kinds(*guards_of(tail.reader, args, kwargs))
             if tail.cache.kept.find(key) is not None:
                 return True
@@ -315,6 +327,8 @@ class Sharded(ShardedParts):
                 with self.planning_apart():
                     tail.cache.make(self.provide(tail, key, args, kwargs), args, kwargs)
             except RkmateError as error:
+                if not self.units:
+                    raise
                 say = logger.info if isinstance(error, CaptureError) else logger.warning
                 say("the rest of the forward of %s, after its last sharded module, runs as it is: %s",
                     self._type, error)

@@ -31,7 +31,7 @@ from rkmate.planners.several_calls import Way
 from rkmate.runtime.guards import Guards, guards_of
 from rkmate.runtime.kept_plans import Planning, Prototype, TangentMask
 from rkmate.support.progress import Progress
-from rkmate.torch_seam.modules import forward_hooks_of, forward_pre_hooks_of, inside_of_flat, is_sharded
+from rkmate.torch_seam.modules import forward_hooks_of, forward_pre_hooks_of, inside_of_sharded, is_sharded
 
 _SURELY = 1.1
 """The multiple of an estimated budget that the first step has to exceed for a loss to be computed in chunks
@@ -47,8 +47,8 @@ class ShardedParts(OneBudget):
             m in above.modules() for above in model.modules()
             if above not in (m, model) and is_sharded(above))]
         """The outermost sharded modules."""
-        self.flat = {inside for m in model.modules() if (inside := inside_of_flat(m)) is not None}
-        """The modules inside of those that FSDP1 has sharded."""
+        self.inside = {inside for m in model.modules() if (inside := inside_of_sharded(m)) is not None}
+        """The modules inside of those that are sharded and hold one other (FSDP1, torch.compile)."""
         self.rest = RestOfForward(model, self.units)
         self.tail: Follower | None = None
         """Plans for the rest of the forward; None where it is not planned."""
@@ -111,7 +111,7 @@ class ShardedParts(OneBudget):
             refuse_what_cannot_repeat(model, args, kwargs, hooks_outside=True)
             traced = trace(model, args, kwargs, settings, Progress(planning.progress))
             traced = traced if loss is None else replace(traced, wanted=loss)
-            if follower is self.tail:
+            if follower is self.tail and self.units:
                 refuse_what_would_run_twice(traced.capture)
                 drop_beginning(traced.capture, len(self.rest.returned[-1][1]))
             key = follower.cache.observations.look(key, traced.capture.looked)

@@ -27,7 +27,13 @@ from rkmate.runtime.kept_plans import Specialization
 from rkmate.runtime.module import PlannedModule
 from rkmate.runtime.segments import Call
 from rkmate.torch_seam.dtensor import is_dtensor, local_part
-from rkmate.torch_seam.modules import flat_gradients, gathered_bytes, is_sharded, whole_gradient_type
+from rkmate.torch_seam.modules import (
+    flat_gradients,
+    gathered_bytes,
+    gathered_registered,
+    is_sharded,
+    whole_gradient_type,
+)
 from rkmate.torch_seam.tensors import after_backward, key_of
 
 PATIENCE = 8
@@ -62,6 +68,10 @@ class Follower(PlannedModule):
                 return super()._new_signature(key, args, kwargs)
         return super()._new_signature(key, args, kwargs)
 
+    def trains(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call has something to train."""
+        return self._has_something_to_train(args, kwargs)
+
     def _refuse_around(self) -> None:
         if self._within is None:            # else it is a layer of a model that FSDP1 may have sharded
             super()._refuse_around()
@@ -73,7 +83,7 @@ class Follower(PlannedModule):
     def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._within is None or not self._has_something_to_train(args, kwargs):      # a frozen layer
             return super()._run_planned(args, kwargs)
-        with self._within.running(self):
+        with gathered_registered(self._original), self._within.running(self):
             return super()._run_planned(args, kwargs)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -193,7 +193,7 @@ class PlannedModule(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original's forward; under its plan if gradients are recorded."""
         if torch.compiler.is_dynamo_compiling():
-            return _uncompiled(self, args, kwargs)
+            return outside_of_dynamo(PlannedModule.forward, self, *args, **kwargs)
         if planning_lock.is_mine() or (torch.compiler.is_compiling() and _traced_here()):
             return self._run_original(args, kwargs)   # a part of what is being captured or exported
         if capture_lock.is_others():
@@ -444,11 +444,11 @@ def _class_for(kind: type[nn.Module], base: type[PlannedModule]) -> type[Planned
         "__module__": base.__module__, "_made_for": kind})
 
 
-def _uncompiled(module: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def outside_of_dynamo(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a planned module inside a compiled function, which breaks its graph around the module."""
     from rkmate.runtime.uncompiled import run_uncompiled
 
-    return run_uncompiled(PlannedModule.forward, module, *args, **kwargs)
+    return run_uncompiled(forward, *args, **kwargs)
 
 
 def _traced_here() -> bool:

@@ -35,6 +35,7 @@ from rkmate.torch_seam.modules import (
     HOOKED,
     PARAMETERS,
     SUBMODULES,
+    flat_views,
     forward_pre_hooks_of,
     gathered_names,
 )
@@ -288,7 +289,8 @@ def attributes_of(model: nn.Module) -> Attributes:
     for path, m in model.named_modules():
         prefix = f"{path}." if path else ""
         # Computed by a hook before each forward, which is part of the plan; or a gathered parameter.
-        made = {weight_made_by(h) for h in forward_pre_hooks_of(m).values()} | gathered_names(m)
+        made = {weight_made_by(h) for h in forward_pre_hooks_of(m).values()} | {
+            *gathered_names(m), *flat_views(m)}
         there = [k for k, v in m.__dict__.items()
                  if k not in _SKIPPED and k not in made and not isinstance(v, _OPEN)]
         plain += [Attribute(m, Place(m.__dict__, k), prefix + k)

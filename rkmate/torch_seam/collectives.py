@@ -199,11 +199,15 @@ def _all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, 
     _write([output], [_called("all_to_all_single", input, *splits, group_name(group))])
 
 
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    flat = [t.reshape(-1) for t in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
 def _all_to_all(output_tensor_list: Any, input_tensor_list: Any, group: Any = None,
                 async_op: bool = False) -> None:
     splits = [[t.numel() for t in tensors] for tensors in (output_tensor_list, input_tensor_list)]
-    flat = torch.cat([t.reshape(-1) for t in input_tensor_list])
-    found = _called("all_to_all_single", flat, *splits, group_name(group))
+    found = _called("all_to_all_single", _joined(input_tensor_list), *splits, group_name(group))
     _write(output_tensor_list, found.split(splits[0]))
 
 
@@ -213,11 +217,28 @@ def _broadcast(tensor: Any, src: Any = None, group: Any = None, async_op: bool =
     _write([tensor], [_called("broadcast", tensor, source, group_name(group))])
 
 
-TRACED: dict[str, Callable[..., None]] = {
+def _batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[_Done]:
+    """What each rank sends to each other one, as one all-to-all of the group: all of its ranks send and
+    receive at the same place of a plan."""
+    group, dtypes = p2p_op_list[0].group, {op.tensor.dtype for op in p2p_op_list}
+    if len(dtypes) > 1:
+        raise Unseen("sends tensors of several types, which no plan can hold")
+    ordered = sorted(p2p_op_list, key=lambda op: op.group_peer)
+    given, places = ([op.tensor for op in ordered if op.op is kind] for kind in (dist.isend, dist.irecv))
+    splits = [[sum(op.tensor.numel() for op in ordered if op.op is kind and op.group_peer == rank)
+               for rank in range(_size(group))] for kind in (dist.irecv, dist.isend)]
+    flat = _joined(given) if given else places[0].new_empty(0)
+    found = _called("all_to_all_single", flat, *splits, group_name(group))
+    _write(places, found.split([t.numel() for t in places]))
+    return [_Done()]
+
+
+TRACED: dict[str, Callable[..., Any]] = {
     "all_reduce": _all_reduce, "all_gather_into_tensor": _all_gather_into_tensor,
     "all_gather_single": _all_gather_into_tensor, "all_gather": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter_tensor, "reduce_scatter_single": _reduce_scatter_tensor,
-    "all_to_all_single": _all_to_all_single, "all_to_all": _all_to_all, "broadcast": _broadcast}
+    "all_to_all_single": _all_to_all_single, "all_to_all": _all_to_all, "broadcast": _broadcast,
+    "batch_isend_irecv": _batch_isend_irecv}
 """For functions of `torch.distributed`, what a trace runs instead."""
 _RUN_BY = {
     "allreduce_": "all_reduce", "_allgather_base_": "all_gather_into_tensor", "allgather_": "all_gather",
@@ -271,15 +292,15 @@ def functions_traced() -> Iterator[None]:
 
     here = threading.get_ident()
 
-    def replaced(plain: Callable[..., Any], traced: Callable[..., None]) -> Callable[..., Any]:
+    def replaced(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(plain)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != here or not inside_fake_mode():
                 return plain(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
-            traced(**given)
-            return _Done() if given.get("async_op") else None
+            done = traced(**given)
+            return _Done() if given.get("async_op") else done
 
         return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ COMPILED_CALL = "_compiled_call_impl"
 """Name of the attribute that replaces a module's call, where it is not None."""
 INSIDE_OF_FLAT = "_fsdp_wrapped_module"
 """Name of the module inside of a FullyShardedDataParallel (FSDP1)."""
+_FLAT_PARAMETER = "_flat_param"
+"""Name of the parameter that such a module has instead of its own, without ``use_orig_params=True``."""
 SHARED = frozenset((
     PARAMETERS, BUFFERS, SUBMODULES, "_non_persistent_buffers_set", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"))
@@ -99,17 +102,62 @@ def inside_of_flat(module: nn.Module) -> nn.Module | None:
     return inside
 
 
-def has_flat_parameters(module: nn.Module) -> bool:
-    """Return whether a module's parameters are those of FSDP1 without ``use_orig_params=True``: one flat
-    parameter for each FullyShardedDataParallel."""
+def inside_of_sharded(module: nn.Module) -> nn.Module | None:
+    """Return the module inside of one that is sharded and adds nothing else to it: an FSDP1, or what
+    torch.compile has returned; None for any other module."""
+    return inside_of_flat(module) or (original_of(module) if is_sharded(module) else None)
+
+
+def running_flat() -> nn.Module | None:
+    """Return the innermost FullyShardedDataParallel (FSDP1) whose forward is running; None if none is."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(p, fsdp.FlatParameter) for p in module.parameters())
+    frame = inspect.currentframe() if fsdp is not None else None
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and inside_of_flat(module) is not None:
+            return module
+        frame = frame.f_back
+    return None
 
 
 def gathered_names(module: nn.Module) -> set[str]:
     """Return the names of a module's own parameters that FSDP1 has gathered now."""
     own = vars(module)
     return {name for name, t in parameters_of(module).items() if t is not None and own.get(name) is t}
+
+
+def flat_views(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that FSDP1 without ``use_orig_params=True`` has left a module instead of its own
+    parameters: views of a flat one, by name. Once that is freed, they have no storage."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return {} if fsdp is None else {name: t for name, t in vars(module).items() if isinstance(
+        t, torch.Tensor) and isinstance(t._base, fsdp.FlatParameter)}
+
+
+def _gathered_attributes(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return the parameters that FSDP1 without ``use_orig_params=True`` has gathered now, each with its
+    module and its name there."""
+    return [(m, name, t) for m in module.modules() for name, t in flat_views(m).items()
+            if t.untyped_storage().nbytes() and name not in parameters_of(m)]
+
+
+@contextmanager
+def gathered_registered(module: nn.Module) -> Iterator[None]:
+    """Register what FSDP1 has gathered as the module's parameters inside the context, instead of the flat
+    one, as ``use_orig_params=True`` does in a forward."""
+    own = parameters_of(module)
+    if _FLAT_PARAMETER not in own:
+        yield
+        return
+    views, flat = _gathered_attributes(module), own.pop(_FLAT_PARAMETER)
+    for m, name, t in views:
+        parameters_of(m)[name] = t
+    try:
+        yield
+    finally:
+        for m, name, _ in views:
+            del parameters_of(m)[name]
+        own[_FLAT_PARAMETER] = flat
 
 
 def gathered_flat(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
@@ -122,7 +170,7 @@ def gathered_flat(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Te
 def gathered_bytes(module: nn.Module) -> int:
     """Return the bytes of the parameters that FSDP1 has gathered now. With ``NO_SHARD``, a rank holds whole
     parameters, and nothing is gathered unless it is cast."""
-    found: list[Any] = [t for _, _, t in gathered_flat(module)]
+    found: list[Any] = [t for _, _, t in (*gathered_flat(module), *_gathered_attributes(module))]
     bytes_: int = sum(t.nbytes for t in found if t._base is None or t.untyped_storage().data_ptr()
                       != t._base._local_shard.untyped_storage().data_ptr())
     return bytes_

@@ -94,6 +94,23 @@ class _Exchanged(torch.autograd.Function):
         return _Exchanged.forward(ctx, g)
 
 
+class _Shifted(torch.autograd.Function):
+    """Ring attention: each rank's part for that of the rank before it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, backwards: bool = False) -> torch.Tensor:
+        y, rank, step = torch.empty_like(x), dist.get_rank(), -1 if backwards else 1
+        for work in dist.batch_isend_irecv([
+                dist.P2POp(dist.isend, x.contiguous(), (rank + step) % 2),
+                dist.P2POp(dist.irecv, y, (rank - step) % 2)]):
+            work.wait()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return _Shifted.forward(ctx, g, True)
+
+
 def _all_reduce(x: torch.Tensor) -> torch.Tensor:
     return _functional().all_reduce(x, "sum", dist.group.WORLD)
 
@@ -186,6 +203,14 @@ def _value(x: torch.Tensor) -> torch.Tensor:
     count = torch.tensor(x.shape[0])
     dist.all_reduce(count)
     return x / count.item()
+
+
+def _split_by_values(x: torch.Tensor) -> torch.Tensor:
+    """Experts: each rank sends what its router has decided."""
+    import torch.distributed.nn.functional as of_nn
+
+    splits = (torch.full((2,), x.shape[0] // 2) + (x.detach()[:2, 0] > 1e9)).tolist()
+    return of_nn.all_to_all_single(torch.empty_like(x), x, splits, splits)
 
 
 def _swallowed(x: torch.Tensor) -> torch.Tensor:
@@ -515,13 +540,15 @@ def _in_groups_of_one(rank: int) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[Way, bool]] = {
-    "objects": (_objects, False), "a value": (_value, False), "with a gradient": (_attached, False),
-    "swallowed objects": (_swallowed_objects, False), "opaque": (_detached, True),
-    "opaque, swallowed": (_swallowed, True), "opaque, a function's backward": (_ReducedBackward.apply, True),
+    "objects": (_objects, False), "a value": (_value, False), "sizes": (_split_by_values, False),
+    "with a gradient": (_attached, False), "swallowed objects": (_swallowed_objects, False),
+    "opaque": (_detached, True), "opaque, swallowed": (_swallowed, True),
+    "opaque, a function's backward": (_ReducedBackward.apply, True),
     "by an imported name": (_ReducedByName.apply, False), "of a process group": (_of_group, False)}
 """Ways to communicate, and whether the submodule runs as it is. The ranks plan in turns."""
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "lists": lambda rank: _planned(rank, _lists_of_nn),
+    "sent": lambda rank: _planned(rank, _Shifted.apply),
     **{name: lambda rank, turn=k % 2, way=way, opaque=opaque: _refused(rank, turn, way, opaque)
        for k, (name, (way, opaque)) in enumerate(REFUSED.items())},
     **{name: lambda rank, way=way: _planned(rank, way) for name, way in WAYS.items()},
@@ -564,6 +591,11 @@ def test_a_refusal_names_the_form_that_a_plan_can_hold(found: Found, name: str, 
     assert "is none of those" not in texts[0]
 
 
+def test_a_refusal_names_sizes_that_are_read_from_a_tensor(found: Found) -> None:
+    assert any("takes sizes that the forward reads from a tensor" in rank["error"][1]
+               for rank in found["sizes"] if rank["error"] is not None)
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_one_plan_with_the_collectives_of_the_original(found: Found, name: str) -> None:
     for rank in found[name]:
@@ -583,6 +615,14 @@ def test_lists_are_exchanged_at_once(found: Found) -> None:
         assert gathers == original.pop("gloo:all_gather") > 0
         # An exchange, its gradient's, and that of the gradients of what was gathered.
         assert list(planned.values()) == [3 * gathers] and original == {"gloo:scatter": 6 * gathers}
+
+
+def test_what_is_sent_and_received_at_once_is_an_exchange(found: Found) -> None:
+    for rank in found["sent"]:
+        assert "failed" not in rank, rank["failed"]
+        assert rank["equal"] and rank["schedules"][0] == rank["schedules"][1]
+        planned, original = rank["exchanges"]
+        assert [*planned.values()] == [original["gloo:send"]] == [original["gloo:recv"]], rank["exchanges"]
 
 
 def test_peaks_are_as_planned(found: Found) -> None:

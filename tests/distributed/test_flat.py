@@ -1,5 +1,6 @@
-"""Two gloo processes with FullyShardedDataParallel (FSDP1): its layers are planned where each has an FSDP of
-its own and its own parameters; everything else is refused in words that say what to do instead."""
+"""Two gloo processes with FullyShardedDataParallel (FSDP1), with the original parameters or flat ones: its
+layers are planned where each has an FSDP of its own, and else the whole; a plan from sample inputs is refused
+in words that say what to do instead."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def _planned(before: bool, microbatches: int = 1, **options: Any) -> Callable[[i
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             mine, taken = _trained(flat, rank, microbatches)
-        planned = [(call := rkmate.applied(m)) is not None and call.has_plan for m in (flat, *net.layers)]
+        planned = [(call := rkmate.applied(m)) is not None and call.has_plan for m in (
+            flat, *(net.layers if options.get("layers", True) else ()))]
         rkmate.remove(flat)
         return {"equal": are_equal(mine, plain), "budget": budget, "taken": taken, "planned": planned,
                 "said": [str(w.message) for w in said if w.category is rkmate.RkmateWarning],
@@ -127,30 +129,20 @@ def _whole(rank: int) -> dict[str, Any]:
 def _refused(rank: int) -> dict[str, Any]:
     ids = _ids(rank)
 
-    def applied(net: Any) -> Any:
-        return rkmate.apply(net, budget=0.8, **CHOSEN)
-
     one = {"layers": False}
-    without = _flat(_Net(), use_orig_params=False)
     found = {
         "around wrap": caught(lambda: _flat(rkmate.wrap(
             _Net(), (ids,), budget=0.8, **CHOSEN), use_orig_params=False, **one)(ids)),
         "inside of wrap": caught(lambda: rkmate.wrap(_flat(_Net()), (ids,), budget=0.8, **CHOSEN)),
         "plan": caught(lambda: rkmate.plan(_flat(_Net()), (ids,), budget=0.8, **CHOSEN)),
         "shared_plan": caught(lambda: rkmate.shared_plan(_flat(_Net()), (ids,), budget=0.8, **CHOSEN)),
-        "one unit, before": caught(lambda: _flat(applied(_Net()), **one)(ids)),
-        "one unit": caught(lambda: applied(_flat(_Net(), **one))),
-        "a layer": caught(lambda: applied(_flat(_Net()).module.layers[0]))}
-    before = applied(_Net())
-    flat = _flat(before, use_orig_params=False)
-    found_without = {"without": caught(lambda: applied(without)),
-                     "without, before": caught(lambda: flat(ids))}
-    rkmate.remove(flat)
-    same = [_trained(net, rank, 1)[0] for net in (_flat(_Net(), use_orig_params=False), without, flat)]
+        "without the original parameters": caught(lambda: rkmate.plan(
+            _flat(_Net(), use_orig_params=False), (ids,), budget=0.8, **CHOSEN))}
+    samples = [caught(lambda options=options: rkmate.apply(
+        _flat(_Net(), **options), (ids,), budget=0.8, **CHOSEN)) for options in ({}, one)]
     in_place = caught(lambda: rkmate.apply(_flat(_Net()), budget=0.8, progress=False,
                                             settings=Settings(gradients="in_place")))
-    return {"errors": found, "without": found_without, "in place": in_place,
-            "unchanged": all(map(torch.equal, same[0], same[1])) and all(map(torch.equal, same[0], same[2]))}
+    return {"errors": found, "samples": samples, "in place": in_place}
 
 
 def _gathered(rank: int) -> dict[str, Any]:
@@ -175,7 +167,11 @@ def _like_the_original(rank: int) -> dict[str, Any]:
 PLANNED: dict[str, Callable[[int], dict[str, Any]]] = {
     "before": _planned(True), "after": _planned(False), "no root": _planned(False, root=False),
     "bfloat16": _in_bfloat16, "gathered until the backward": _kept,
-    "whole gradients": _planned(False, microbatches=2), "whole parameters": _whole}
+    "whole gradients": _planned(False, microbatches=2), "whole parameters": _whole,
+    "flat": _planned(False, use_orig_params=False), "flat, before": _planned(True, use_orig_params=False),
+    "flat, whole gradients": _planned(False, microbatches=2, use_orig_params=False),
+    "one unit": _planned(False, layers=False), "one unit, before": _planned(True, layers=False),
+    "one flat unit": _planned(True, layers=False, use_orig_params=False)}
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **PLANNED, "refused": _refused, "gathered": _gathered, "like the original": _like_the_original}
 
@@ -196,17 +192,16 @@ def test_layers_are_planned(found: Found, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_planned_is_refused_and_left_as_it_is(found: Found) -> None:
+def test_what_cannot_be_planned_is_refused(found: Found) -> None:
     for mine in _of(found, "refused"):
-        assert len(mine["errors"]) == 7
-        for kind, text in (*mine["errors"].values(), *mine["without"].values()):
+        assert len(mine["errors"]) == 5
+        for kind, text in mine["errors"].values():
             assert kind == "ArgumentError", text
             assert "FullyShardedDataParallel (FSDP1)" in text
             assert "rkmate.apply(model, budget=...)" in text
-            assert "use_orig_params=True" in text
             assert "fully_shard (FSDP2)" in text
-        assert all("without use_orig_params=True" in text for _, text in mine["without"].values())
-        assert mine["unchanged"]
+        assert all(kind == "ArgumentError" and "leave out the sample inputs" in text
+                   for kind, text in mine["samples"]), mine["samples"]
         assert mine["in place"][0] == "ArgumentError" and "exchanges gradients" in mine["in place"][1]
 
 

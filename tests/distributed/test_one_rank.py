@@ -270,9 +270,48 @@ def _reading(rank: int) -> dict[str, Any]:
     return {"said": [text.partition("runs as it is: ")[2] for text in records if "the rest of" in text]}
 
 
+def _never(graph: Any, examples: Any) -> Any:
+    raise AssertionError("a planned layer was compiled")
+
+
+def _compiled(first: bool) -> dict[str, Any]:
+    """Compare steps of a model with those of one whose layers `torch.compile` has returned. `first`: before
+    they were sharded."""
+    def trained(model: Any) -> list[torch.Tensor]:
+        optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
+        for k in range(5):
+            loss = model(torch.randint(WORDS, (8, 32), generator=torch.Generator().manual_seed(k)))
+            loss.backward()
+            found.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*found, *map(whole, model.parameters())]
+
+    plain = trained(sharded(model=GPT(WORDS, 32, 2)))
+    model, compile = GPT(WORDS, 32, 2), functools.partial(torch.compile, backend=_never)
+    own = [*model.layers]
+    if first:
+        model.layers = torch.nn.ModuleList(map(compile, own))
+    sharded(model=model)
+    if not first:
+        model.layers = torch.nn.ModuleList(map(compile, own))
+    forwards = [vars(layer)["forward"] for layer in model.layers]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rkmate.apply(model, budget=0.8, progress=False, settings=Settings(costs="analytic"))
+        mine = trained(model)
+    planned = [(call := rkmate.applied(layer)) is not None and call.has_plan for layer in own]
+    rkmate.remove(model)
+    return {"equal": all(map(torch.equal, mine, plain)) and len(mine) == len(plain), "planned": planned,
+            "said": [str(w.message) for w in caught if w.category is rkmate.RkmateWarning],
+            "removed": all(rkmate.applied(m) is None for m in own)
+            and [vars(layer)["forward"] for layer in model.layers] == forwards}
+
+
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "reading": _reading, "looked at": _looked_at, "handed on": _handed_on, "hooked": _hooked,
     "least": _least,
+    "compiled first": lambda _: _compiled(True), "compiled later": lambda _: _compiled(False),
     **{kind: functools.partial(lambda rank, kind: _over_many_steps(kind), kind=kind)
        for kind in ("kept", "larger", "larger in evaluation", "uneven", "grown", "frozen")}}
 
@@ -323,6 +362,14 @@ def test_a_layer_that_cannot_be_planned_any_more_runs_as_it_is(found: Found) -> 
     assert "failed" not in mine, mine["failed"]
     assert mine["equal"]
     assert ["has module backward hooks" in text for text in mine["said"]] == [True], mine
+
+
+@pytest.mark.parametrize("kind", ["compiled first", "compiled later"])
+def test_layers_that_were_compiled_follow_plans_instead(found: Found, kind: str) -> None:
+    mine, = found[kind]
+    assert "failed" not in mine, mine["failed"]
+    assert mine["equal"] and all(mine["planned"]) and mine["removed"], mine
+    assert ["(Module.compile or torch.compile): planned steps run" in t for t in mine["said"]] == [True], mine
 
 
 def test_what_a_library_looks_at_is_known_where_parameters_are_sharded(found: Found) -> None:

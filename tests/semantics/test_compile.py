@@ -242,6 +242,18 @@ def test_modules_that_were_compiled_in_place() -> None:
     assert model._compiled_call_impl is call
 
 
+def test_a_module_that_is_compiled_in_place_after_its_budget_was_applied() -> None:
+    model, x = Tower(depth=3), torch.randn(8, 16)
+    expected = gradients(model, model, lambda run: run(x).pow(2).sum())
+    rkmate.apply(model, budget=0.9, progress=False, settings=rkmate.Settings(costs="analytic"))
+    model.compile(backend="eager")
+    with pytest.warns(rkmate.RkmateWarning, match=f"Tower was compiled {HOW}"):
+        found = gradients(model, model, lambda run: run(x).pow(2).sum())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    shown = rkmate.applied(model)
+    assert shown is not None and shown.has_plan
+
+
 def _refused(message: str, **options: Any) -> bool:
     with pytest.raises(rkmate.ArgumentError, match=message):
         run = rkmate.compile.backend(torch.fx.symbolic_trace(Tower()), [], options={"budget": 0.9, **options})

@@ -27,7 +27,7 @@ from torch import distributed as dist
 from torch import fx, nn
 
 from rkmate.errors import CaptureError
-from rkmate.graph.capture.refusals import at_fault, place_of
+from rkmate.graph.capture.refusals import at_fault, is_data_dependent, place_of
 from rkmate.torch_seam.collectives import (
     TRACED,
     Unseen,
@@ -54,7 +54,8 @@ for another."""
 _SHOWN = 4
 """Names of parts that a message lists."""
 _NOT_TRACED = "is none of those that a plan can hold (all_reduce, all_gather_into_tensor, " \
-    "reduce_scatter_tensor, all_to_all_single and broadcast of one tensor)"
+    "reduce_scatter_tensor, all_to_all_single and broadcast of one tensor, and batch_isend_irecv)"
+_SIZES = "takes sizes that the forward reads from a tensor, which no plan can hold"
 _BY_NAME = "a plan can hold only where it is called as torch.distributed.{}(...), not by a name that was " \
     "imported, or as a method of a process group: call it that way"
 _AS_IT_IS = "runs in a submodule that runs as it is, and would run again in the backward"
@@ -235,7 +236,7 @@ def _explained(model: nn.Module, operation: str, error: Exception) -> Collective
     """Return the refusal of an operation that a trace has stopped at."""
     name = at_fault(model, error) or _caller(model, error)
     why = error.why if isinstance(error, CollectiveError) else str(error) if isinstance(error, Unseen) \
-        else _NOT_TRACED
+        else _SIZES if is_data_dependent(error) else _NOT_TRACED
     return CollectiveError(_text(type(model).__name__, _outside(model, name), place_of(error, None),
                                  operation, why, _parts(model, name)))
 

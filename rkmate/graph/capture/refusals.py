@@ -27,10 +27,10 @@ from rkmate.torch_seam.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
     has_backward_hooks,
-    has_flat_parameters,
     is_compiled_in_place,
     original_of,
     parts_of_zero,
+    running_flat,
 )
 from rkmate.torch_seam.nodes import VALUE, is_backward
 from rkmate.torch_seam.patches.libraries import is_observer, routed_by_loops, weight_made_by
@@ -457,12 +457,9 @@ def _users(filename: str) -> bool:
 
 
 _BY_LAYERS = "shard with fully_shard (FSDP2), whose layers rkmate.apply(model, budget=...) plans"
-_WITHOUT = ("FullyShardedDataParallel (FSDP1) without use_orig_params=True, which has one flat parameter "
-            "instead of a layer's. Pass use_orig_params=True (fsdp_use_orig_params of accelerate), and "
-            f"rkmate.apply(model, budget=...) plans each layer at the first step; or {_BY_LAYERS}")
 _FLAT = ("FullyShardedDataParallel (FSDP1), whose parameters are whole only while it runs. Use "
-         "rkmate.apply(model, budget=...) without sample inputs, which plans each layer at the first step if "
-         "it has an FSDP of its own (auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True); or "
+         "rkmate.apply(model, budget=...) without sample inputs, which plans the model at its first step, by "
+         "layers if each has an FSDP of its own (auto_wrap_policy=ModuleWrapPolicy({Block})); or "
          f"{_BY_LAYERS}")
 
 
@@ -487,8 +484,7 @@ def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False, later: 
             "\"shards\" may have one rank), and use rkmate.apply(model, budget=...), which plans each layer")
     for name, m in model.named_modules() if fsdp is not None else ():
         if isinstance(m, fsdp.FullyShardedDataParallel):
-            is_one = has_flat_parameters(model)
-            raise ArgumentError(f"{name or 'the model'} is a {_WITHOUT if is_one else _FLAT}")
+            raise ArgumentError(f"{name or 'the model'} is a {_FLAT}")
         if isinstance(m, fsdp.FSDPModule) and not (m is model and hooks_outside):
             layers.update(map(id, m.parameters()))
     parts = set(map(id, parts_of_zero(model, hooks_outside=hooks_outside, later=later)))
@@ -515,12 +511,8 @@ def refuse_parallelism(model: nn.Module, *, hooks_outside: bool = False, later: 
 
 def refuse_flat_parameters(model: nn.Module) -> None:
     """Raise `ArgumentError` inside of the forward of a FullyShardedDataParallel (FSDP1)."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    frame = inspect.currentframe() if fsdp is not None else None
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), fsdp.FullyShardedDataParallel):
-            raise ArgumentError(f"{type(model).__name__} runs inside of a {_FLAT}")
-        frame = frame.f_back
+    if running_flat() is not None:
+        raise ArgumentError(f"{type(model).__name__} runs inside of a {_FLAT}")
 
 
 def _refuse_uneven(model: nn.Module, value: Any) -> None:

@@ -306,16 +306,25 @@ def calls_uncompiled(model: nn.Module) -> Iterator[None]:
     """Let modules that were compiled, in place or by `torch.compile`, run their own calls inside the
     context."""
     compiled = [(m, compiled_call(m)) for m in model.modules() if is_compiled_in_place(m)]
-    returned = [(m, vars(m)["forward"], original) for m in model.modules()
-                if (original := original_of(m)) is not None]
     for m, _ in compiled:
         replace_call(m, None)
+    try:
+        with returned_uncompiled(model):
+            yield
+    finally:
+        for m, call in compiled:
+            replace_call(m, call)
+
+
+@contextmanager
+def returned_uncompiled(model: nn.Module) -> Iterator[None]:
+    """Let modules that `torch.compile` has returned call what it was given inside the context."""
+    returned = [(m, vars(m)["forward"], original) for m in model.modules()
+                if (original := original_of(m)) is not None]
     for m, _, original in returned:
         vars(m)["forward"] = original
     try:
         yield
     finally:
-        for m, call in compiled:
-            replace_call(m, call)
         for m, forward, _ in returned:
             vars(m)["forward"] = forward
