@@ -22,7 +22,7 @@ from tests.distributed.ranks import Found, are_equal, steps, whole
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
 
-QUICK = Settings(costs="analytic", options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
+QUICK = Settings(options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
                  planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
 CHOSEN = {"budget": 0.8, "progress": False, "settings": QUICK}
 
