@@ -20,12 +20,9 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
 from rkmate.graph.passes import table
-from rkmate.ilp import settings as ilp_settings
-from rkmate.ilp.settings import OptionSettings
 from rkmate.pipeline import search
 from rkmate.pipeline.settings import WHEN_TILED
-from rkmate.planners import settings as planner_settings
-from rkmate.planners.settings import PlannerSettings
+from tests.options import few_seconds
 
 _MADE: list[Path] = []
 
@@ -154,16 +151,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-FEW_OPTIONS = OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0)
-
-
 @pytest.fixture(autouse=True)
 def impatient() -> Iterator[None]:
-    """Most tests need some plan within a budget, and no better one for seconds of solving. The
-    smallest budget is the chain's, made to fit into less: what the integer program adds to it would depend on
-    the clock."""
-    quick = PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0)
-    with ilp_settings.DEFAULT.within(FEW_OPTIONS), planner_settings.DEFAULT.within(quick):
+    """Every test searches briefly."""
+    with few_seconds():
         yield
 
 

@@ -3,6 +3,7 @@ long: no test that uses them can hang, and none fails because a machine is busy.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -10,6 +11,7 @@ import multiprocessing.context
 import os
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from tests.options import few_seconds
 
 LIMIT = 240.0
 """Seconds of processor time after which a rank is killed, and the timeout of a group."""
@@ -84,9 +88,12 @@ def _rank(rank: int, module: str, folder: str, patience: float, count: int) -> N
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count,
                             timeout=timedelta(seconds=patience))
-    for name, task in _tasks(module).items():
+    tasks = _tasks(module)
+    gc.freeze()                 # as in the tests' own process (`tests.conftest`)
+    for name, task in tasks.items():
         try:
-            found = task(rank)
+            with few_seconds():
+                found = task(rank)
         except Exception:
             found = {"failed": traceback.format_exc()}
         torch.save(found, f"{folder}/{name}-{rank}.pt")
@@ -105,6 +112,15 @@ def steps(call: Callable[..., torch.Tensor], owner: nn.Module, inputs: Iterable[
         found += [loss.detach(), *(p.grad.clone() for p in owner.parameters() if p.grad is not None)]
     owner.zero_grad()
     return found
+
+
+def counted(work: Callable[[], Any], prefix: str) -> dict[str, int]:
+    """Count the events of some work whose names begin so, as the profiler sees them. No event is made an
+    object of Python, which takes longer than most work here."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        work()
+    results = seen.profiler.kineto_results  # type: ignore[union-attr]
+    return dict(Counter(name for e in results.events() if (name := e.name()).startswith(prefix)))
 
 
 def are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +27,7 @@ from rkmate.ilp.settings import OptionSettings
 from rkmate.measure.runs import Timings
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.settings import PlannerSettings
-from tests.distributed.ranks import Found, are_equal, steps
+from tests.distributed.ranks import Found, are_equal, counted, steps
 from tests.semantics.batch_norm_kernels import SynchronizedNorm
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
@@ -247,7 +246,7 @@ WAYS: dict[str, Way] = {
 class _Block(nn.Module):
     def __init__(self, way: Way, opaque: bool) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.GELU())))
+        self.mlp = nn.Sequential(*(layer for _ in range(2) for layer in (nn.Linear(32, 32), nn.GELU())))
         self.mixed = _Mixed(way, opaque)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -329,9 +328,7 @@ def _planned(rank: int, way: Way) -> dict[str, Any]:
 
 def _exchanges(work: Callable[[], Any]) -> dict[str, int]:
     """Count what a rank exchanges, by kind."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        work()
-    return dict(Counter(e.name for e in seen.events() if e.name.startswith("gloo:")))
+    return counted(work, "gloo:")
 
 
 def _all(value: T) -> list[T]:
@@ -399,7 +396,7 @@ def _slowed(rank: int) -> dict[str, Any]:
         if rank == 1:
             Timings.seconds = lambda self, key: (  # type: ignore[method-assign]
                 1.0 if "gelu" in str(key) else 10 * seconds(self, key))
-        for rows in range(40, 46):
+        for rows in range(40, 43):
             net = _Net(_detached)
             net.blocks = net.blocks[:1]
             planned = rkmate.wrap(net, (torch.randn(rows, 32),), budget=0.7, progress=False,
@@ -653,7 +650,7 @@ def test_ranks_agree_on_what_an_unusual_loss_takes(found: Found) -> None:
 def test_a_slow_rank_follows_the_same_plans(found: Found) -> None:
     for rank in found["slowed"]:
         assert "failed" not in rank, rank["failed"]
-        assert rank["times"] == 6 and rank["equal"]
+        assert rank["times"] == 3 and rank["equal"]
         assert 1.0 in rank["slowest"]           # a variant without that operation may be taken instead
 
 

@@ -26,7 +26,7 @@ from rkmate.planners.settings import PlannerSettings
 from rkmate.show.replay import replay
 from rkmate.torch_seam import collectives
 from rkmate.torch_seam.collectives import functional
-from tests.distributed.ranks import Found
+from tests.distributed.ranks import Found, counted
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -132,9 +132,7 @@ def _budgets(rank: int) -> dict[str, Any]:
         # Gloo's threads let go of what was exchanged when they come to it: the least of several steps counts.
         peak = min(place.measure_peak(lambda p=planned: p(tokens).backward(), timeline=False).peak
                    for _ in range(6))
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-            planned(tokens).backward()
-        counts = Counter(e.name for e in seen.events() if e.name.startswith("_c10d_functional::"))
+        counts = counted(lambda p=planned: p(tokens).backward(), "_c10d_functional::")
         found[budget] = {"equal": losses == expected, "schedules": _all(plan.schedule),
                          "counts": _all(counts), "measured": peak, "planned": plan.peak_bytes,
                          "budget": plan.budget_bytes}

@@ -58,7 +58,7 @@ LOSSES: dict[str, Loss] = {
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))))
+    return nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))))
 
 
 def stepping(model: nn.Module, loss: Loss, rows: int = len(X)) -> Callable[[], None]:

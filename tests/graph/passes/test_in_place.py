@@ -132,7 +132,7 @@ class _Nested(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.up(x))
         out = torch.zeros_like(h) if self.part == "filled" else h.clone()
-        for t in range(8):
+        for t in range(5):
             p = torch.tanh(self.each(h[:, t]))
             if self.part in ("added", "filled"):
                 out[:, t, :2] += p[:, :2]
