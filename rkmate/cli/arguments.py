@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--analytic", action="store_true",
                         help="estimate the operations' times instead of measuring them")
     parser.add_argument("--gradients", choices=("returned", "in_place"), default="returned",
-                        help="hand gradients of parameters to autograd, or add them to what stands in .grad "
+                        help="hand gradients of parameters to autograd, or add them to those in .grad "
                         "(default: returned)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
                         help="another field of rkmate.Settings, as often as you like: tiles=never, "

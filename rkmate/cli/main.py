@@ -48,7 +48,8 @@ A TARGET is one of
 
 A budget is bytes (1500000000), text (600MiB, 1.5GB), a share of the model's own peak (50% or 0.5),
 or "auto": what is free on the CUDA device, or left on a GPU that is planned for and not here. It
-bounds what a training step allocates above what stands before it, parameter gradients left out.
+bounds what a training step allocates on top of what is in memory before it, without gradients of
+parameters.
 
 """
 _STATUS = """\

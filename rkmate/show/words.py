@@ -216,8 +216,8 @@ def _note(plan: PlanData) -> str:
 
 def _outcome(plan: PlanData, replayed: Occupancy) -> str:
     step = "A training step" if plan.calls == 1 else f"A training step of {plan.calls} calls"
-    text = (f"{step} allocates at most {size(plan.peak_bytes)} above what stands before it, "
-            f"parameter gradients left out; the budget is {size(plan.budget_bytes)}. Without "
+    text = (f"{step} allocates at most {size(plan.peak_bytes)} on top of what is in memory before it, "
+            f"without gradients of parameters; the budget is {size(plan.budget_bytes)}. Without "
             f"rematerialization it would be {size(plan.baseline_peak_bytes)}.")
     copies, waits = copies_of(replayed), replayed.simulation.stalled
     added = []
