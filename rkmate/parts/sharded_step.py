@@ -58,7 +58,7 @@ class Follower(PlannedModule):
     def _new_signature(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                        ) -> Specialization | None:
         if self._within is not None and key not in self._unplanned \
-                and self.has_something_to_train(args, kwargs):
+                and self._has_something_to_train(args, kwargs):
             with self._within.planning_apart():
                 try:
                     key = self._within.provide(self, key, args, kwargs)
@@ -67,6 +67,10 @@ class Follower(PlannedModule):
                     return None
                 return super()._new_signature(key, args, kwargs)
         return super()._new_signature(key, args, kwargs)
+
+    def trains(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call has something to train."""
+        return self._has_something_to_train(args, kwargs)
 
     def _refuse_around(self) -> None:
         if self._within is None:            # else it is a layer of a model that FSDP1 may have sharded
@@ -77,7 +81,7 @@ class Follower(PlannedModule):
                              "Each sharded layer has a plan of its own, which adds up the layer's part first")
 
     def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._within is None or not self.has_something_to_train(args, kwargs):      # a frozen layer
+        if self._within is None or not self._has_something_to_train(args, kwargs):      # a frozen layer
             return super()._run_planned(args, kwargs)
         with gathered_registered(self._original), self._within.running(self):
             return super()._run_planned(args, kwargs)

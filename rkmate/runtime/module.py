@@ -364,7 +364,7 @@ class PlannedModule(StandIn):
                 logger.warning("a call differs from the planned ones in %s: a plan is made for it, and "
                                "kept (this is said once, and how long such plans took after 10 and 100)",
                                self._plans.kept.differing(key))
-        if key in self._unplanned or not self.has_something_to_train(args, kwargs):
+        if key in self._unplanned or not self._has_something_to_train(args, kwargs):
             return None
         try:
             known = self._plans.make(key, args, kwargs)
@@ -388,7 +388,7 @@ class PlannedModule(StandIn):
             self._unplanned.clear()
         self._unplanned.add(key)
 
-    def has_something_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _has_something_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether anything requires a gradient; otherwise the original keeps nothing for a
         backward."""
         return any(p.requires_grad for p in self._original.parameters()) or \
