@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rkmate.errors import ScheduleError
@@ -39,7 +39,7 @@ class Peak(Generic[T]):
     """Time of the call. On CPU the profiler's own work is in it."""
     result: T
     """Result of the call."""
-    timeline: tuple[tuple[float, int], ...] = ()
+    timeline: tuple[tuple[float, int], ...] = field(default=(), repr=False)
     """(seconds since entry, level) after each allocation and each free, when asked for."""
 
 

@@ -64,3 +64,9 @@ def test_matrices_of_any_norm_stay_within_the_budget() -> None:
         module.angles.fill_(norm / 64)
         found.append(measure_step(module, lambda: module(x).backward(), timeline=False).peak)
     assert found == sorted(found) and 0.95 * module.plan.peak_bytes < found[-1] <= module.plan.peak_bytes
+
+
+def test_a_measured_step_is_printed_without_its_timeline() -> None:
+    net, x = nn.Linear(8, 8), torch.randn(4, 8)
+    found = measure_step(net, lambda: net(x).sum().backward())
+    assert len(found.timeline) > 2 and "timeline" not in repr(found) and f"peak={found.peak}" in repr(found)
