@@ -43,7 +43,7 @@ def steps_of(graph: fx.Graph, held: Collection[fx.Node] = ()) -> tuple[Step, ...
     owner = {n: owner_of(n) for n in graph.nodes if n.op != "output"}
     storage_ends: dict[fx.Node, int] = {}
     for n in nodes:
-        storage_ends[owner[n]] = max(storage_ends.get(owner[n], 0), last[n])
+        storage_ends[owner[n]] = max(storage_ends.get(owner[n], 0), len(nodes) if n in held else last[n])
     made = []
     for k, node in enumerate(nodes):
         way = next((w for w in in_place_ways(node, owner.__getitem__)
