@@ -283,7 +283,7 @@ class Sharded(ShardedParts):
         self._arguments, tail = (args, kwargs), self.tail
         assert tail is not None
         try:
-            if self.units or not (tail.trains(args, kwargs) and self._is_rest_planned(tail)):
+            if self._weights or not (tail.trains(args, kwargs) and self._is_rest_planned(tail)):
                 return self.rest.own(*args, **kwargs)
         except Reached:
             pass

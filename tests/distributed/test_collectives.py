@@ -396,7 +396,7 @@ def _slowed(rank: int) -> dict[str, Any]:
         if rank == 1:
             Timings.seconds = lambda self, key: (  # type: ignore[method-assign]
                 1.0 if "gelu" in str(key) else 10 * seconds(self, key))
-        for rows in range(40, 43):
+        for rows in range(40, 46):
             net = _Net(_detached)
             net.blocks = net.blocks[:1]
             planned = rkmate.wrap(net, (torch.randn(rows, 32),), budget=0.7, progress=False,

@@ -56,6 +56,24 @@ class _Resizing(nn.Linear):
         return nn.functional.interpolate(image, size=(height, width), mode="bilinear")
 
 
+class _Multiplied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+        ctx.n = n
+        return x * n
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.n, None
+
+
+class _Counting(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        out: torch.Tensor = _Multiplied.apply(x, (x > 0).sum().item())
+        return out
+
+
 class _Timed(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.times = {"begun": (time.perf_counter(), self.in_features)}
@@ -194,6 +212,8 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "rows that a mask picks": (C, r"return x\[x > 0\]: .* Compute all rows", lambda: _wrap(_Picking(8, 8))),
     "sizes of an image in a tensor": (C, "interpolate.* A value of a tensor decides .* pass what was decided",
                                       lambda: _wrap(_Resizing(8, 8))),
+    "a number for a custom function": (C, "_Multiplied takes a number that the forward reads from a tensor",
+                                       lambda: _wrap(_Counting(8, 8))),
     "an assertion": (C, r"compare the tensor itself .*python -O", lambda: _wrap(_Asserting(8, 8))),
     "sparse intermediate": (C, "makes a tensor with the layout torch.sparse_coo", lambda: _wrap(
         _Sparse(8, 8))),

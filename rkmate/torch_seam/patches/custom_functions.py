@@ -225,8 +225,12 @@ def _recorded(cls: type[torch.autograd.Function], forward: Callable[..., Any], c
 def _held(cls: type[torch.autograd.Function], others: tuple[tuple[Any, ...], dict[str, Any]]) -> \
         tuple[torch.Tensor, ...]:
     """Return the tensors inside of arguments that are no tensors, such as the scales of a quantised weight.
-    Raises `CaptureError` for an argument that may lead to a tensor with a gradient."""
+    Raises `CaptureError` for an argument that may lead to a tensor with a gradient, `ValueError` for a number
+    that stands for the value of a traced tensor."""
     held = {}
+    if any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in pytree.tree_leaves(others)):
+        raise ValueError(f"data-dependent: the custom autograd function {cls.__name__} takes a number that "
+                         "the forward reads from a tensor")
     for value in (*objects_in(others), *others[0]):
         if is_of_collectives(value):
             continue

@@ -232,10 +232,10 @@ def test_a_budget_that_groups_do_not_meet_is_met_without_them(uncompiled: None, 
     assert module.plan.variant == "uncompiled" and not module.plan.fused
     assert "nothing is compiled" in module.plan.note and "without compiled groups" in caplog.text
     module.plan.save(tmp_path / "plan.json")
-    loaded = rkmate.wrap(copy.deepcopy(model), (x,), plan=tmp_path / "plan.json", **options)
+    loaded = rkmate.wrap(copy.deepcopy(model), (x,), plan=rkmate.Plan.load(tmp_path / "plan.json"), **options)
     assert loaded.plan.variant == "uncompiled"
     for each in (module, loaded):
-        assert_same_step(model, each, Sample(each, (x,), {}, lambda loss: loss))
+        assert_same_step(copy.deepcopy(model), each, Sample(each, (x,), {}, lambda loss: loss))
     more = rkmate.plan(model, (x,), budget=1.0, **options)
     assert more.variant == "plain" and more.fused
 
