@@ -26,6 +26,7 @@ from rkmate.graph.passes.tiles.source import (
 from rkmate.graph.passes.tiles.tiled import InTiles
 from rkmate.ir.calls import Writer
 from rkmate.torch_seam.nodes import VALUE
+from rkmate.torch_seam.tensors import contiguous_strides
 
 aten = torch.ops.aten
 
@@ -38,6 +39,8 @@ class Part(Result):
     """The dimension in which each tile fills its part; None: the tiles' results are summed up."""
     overlaps: bool = False
     """Whether the tiles' parts overlap, and are added up there."""
+    strides: tuple[int, ...] | None = None
+    """Those of what it takes the place of; None for a contiguous result."""
 
     @property
     def is_sum(self) -> bool:
@@ -84,6 +87,11 @@ class Banded(InTiles):
     def function(self, name: str, write: Writer = Writer()) -> str:
         """Return the generated function under another name. `write`: what its operations are written with."""
         return _function(self, name, write)
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Return tensors like the results."""
+        return tuple(torch.empty_strided(g.shape, g.strides or contiguous_strides(g.shape), dtype=g.dtype,
+                                         device=g.device) for g in self.gives)
 
     def graphs(self) -> Iterator[tuple[fx.Graph, int]]:
         """Yield the operations of each kind of tile, and how many such tiles there are."""
@@ -291,7 +299,7 @@ def _function(banded: Banded, name: str, write: Writer) -> str:
     for k, part in enumerate(banded.gives):
         first = bool(over) and k == 0
         kind = "zeros" if (part.is_sum or part.overlaps) and not first else "empty"
-        made = new_tensor(kind, list(part.shape), part.sums_in, part.device, write)
+        made = new_tensor(kind, list(part.shape), part.sums_in, part.device, write, part.strides)
         lines.append(f"    result_{k} = {made}{' if over is None else over' if first else ''}")
         if first and part.overlaps:
             lines.append(f"    carried = result_0.narrow({part.dim}, 0, 0)")

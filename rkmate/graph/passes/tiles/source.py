@@ -145,9 +145,13 @@ def _bytes(value: Any) -> int:
 # -- Statements ------------------------------------------------------------------------------------
 
 
-def new_tensor(kind: str, shape: list[int], dtype: torch.dtype, device: torch.device, write: Writer) -> str:
-    """Return a call that makes a tensor of zeros, or one without values."""
-    return f'torch.{kind}({shape}, dtype={dtype}, device="{write.device(str(device))}")'
+def new_tensor(kind: str, shape: list[int], dtype: torch.dtype, device: torch.device, write: Writer,
+               strides: tuple[int, ...] | None = None) -> str:
+    """Return a call that makes a tensor of zeros, or one without values; contiguous without `strides`."""
+    more = f'dtype={dtype}, device="{write.device(str(device))}")'
+    if strides is None:
+        return f"torch.{kind}({shape}, {more}"
+    return f"torch.empty_strided({shape}, {strides}, {more}{'.zero_()' if kind == 'zeros' else ''}"
 
 
 def add_product(name: str, node: fx.Node, write: Writer, more: str = "") -> str:

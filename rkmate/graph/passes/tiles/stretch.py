@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate.graph.capture.repairs import retrace
 from rkmate.graph.ops.properties import RESHAPES, is_view
 from rkmate.graph.passes.joint import shape_of
 from rkmate.graph.passes.tiles.banded import Banded, Part, Tile, TileRun, runs_of
@@ -32,6 +33,7 @@ from rkmate.graph.passes.tiles.pieces import Band, Need, Piece, same
 from rkmate.graph.passes.tiles.tiled import propagate
 from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.schema import operator_name
+from rkmate.torch_seam.tensors import contiguous_strides
 from rkmate.torch_seam.trace import operations_of
 
 aten = torch.ops.aten
@@ -283,6 +285,15 @@ class _Writing:
                            *statistics))
 
 
+def _part_like(value: Any, dim: int | None, overlaps: bool = False) -> Part:
+    """Return a result that takes the place of a value. What reads that was described with its strides, and
+    overwrites it where it may only for these."""
+    with value.fake_mode:
+        strides = tuple(torch.empty_like(value).stride())
+    plain = dim is None or strides == contiguous_strides(value.shape)
+    return Part(tuple(value.shape), value.dtype, value.device, dim, overlaps, None if plain else strides)
+
+
 def _narrow(value: Any, band: Band | None) -> torch.Tensor:
     found: torch.Tensor = value if band is None else value.narrow(band.dim, band.start, len(band))
     return found
@@ -340,8 +351,7 @@ def forward_of(stretch: Stretch, results: Sequence[fx.Node], name: str, parts: i
     kept = list(dict.fromkeys(key for w in written for key, _ in w.inputs) if keys is None else keys)
     tiles = [Tile(graph, takes, tuple(w.cover.own.get(r) for r in results), range(len(results)))
              for w, (graph, takes) in zip(written, _forward_tiles(written, kept), strict=True)]
-    made = [Part(tuple(v.shape), v.dtype, v.device, stretch.dims.get(r))
-            for r in results for v in [r.meta[VALUE]]]
+    made = [_part_like(r.meta[VALUE], stretch.dims.get(r)) for r in results]
 
     def coarser(fewer: int) -> Banded | None:
         found = forward_of(stretch, results, name, fewer, kept)
@@ -419,20 +429,22 @@ def _finish(node: fx.Node, keys: Sequence[Key], first: int) -> TileRun:
     return TileRun(graph, ((None,) * len(keys),), ((None, None),), (first + 2, first + 3), (first, first + 1))
 
 
-def backward_of(stretch: Stretch, entering: Sequence[fx.Node], groups: Sequence[Sequence[Port]], name: str,
-                parts: int, keys: Sequence[Key] | None = None) -> tuple[Banded, list[Key]] | None:
+def backward_of(stretch: Stretch, entering: Mapping[fx.Node, fx.Node],
+                groups: Sequence[tuple[Sequence[Port], fx.Node]], name: str, parts: int,
+                keys: Sequence[Key] | None = None) -> tuple[Banded, list[Key]] | None:
     """Return gradients of a stretch as one computation in tiles, and its arguments, statistics of norms among
-    them, which the gradients of `entering` results follow; None if it cannot run in so many. `groups`: of
-    ports, with a gradient for each; gradients of statistics are further results."""
-    norms = stretch.norms(entering)
-    every = [*groups, *([port] for norm in norms for port in stretch.statistics(norm))]
+    them, which the gradients that enter by results (`entering`) follow; None if it cannot run in so many.
+    `groups`: of ports, each with its gradient; gradients of statistics are further results."""
+    results = [*entering]
+    norms = stretch.norms(results)
+    every = [*(ports for ports, _ in groups), *([p] for norm in norms for p in stretch.statistics(norm))]
     group_of = {port: g for g, ports in enumerate(every) for port in ports}
     passes: list[tuple[list[_Writing], list[int]]] = []
     order = list(norms)
     for k in range(len(order), -1, -1):
-        wanted = stretch.statistics(order[k - 1]) if k else [port for ports in groups for port in ports]
+        wanted = stretch.statistics(order[k - 1]) if k else [port for ports, _ in groups for port in ports]
         later = order[k:]
-        written = _written(stretch, entering, parts, group_of={port: group_of[port] for port in wanted},
+        written = _written(stretch, results, parts, group_of={port: group_of[port] for port in wanted},
                            norms={n: norms[n] for n in later})
         if written is None:
             return None
@@ -448,14 +460,14 @@ def backward_of(stretch: Stretch, entering: Sequence[fx.Node], groups: Sequence[
         for w in written:
             if len({g for _, g in w.inputs} - {None}) < len(reached):
                 return None
-            takes = [*_taken(w, kept), *(w.cover.own.get(r) for r in entering)]
+            takes = [*_taken(w, kept), *(w.cover.own.get(r) for r in results)]
             text = f"{w.graph}{[b and (b.dim, len(b)) for b in takes]}{reads}"
             if text not in known:
-                more = [*zip((r.meta[VALUE] for r in entering), takes[len(kept):], strict=True),
-                        *((every[g][0].of.meta[VALUE], None) for g in reads)]
+                given = [*(key[0] for key in kept), *entering.values()]
                 with _mode(kept):
-                    like = [*_like(kept, takes[:len(kept)]), *(torch.empty(
-                        v.shape, dtype=v.dtype, device=v.device) for v, b in more for v in [_narrow(v, b)])]
+                    like = [*(_narrow(n.meta[VALUE], band) for n, band in zip(given, takes, strict=True)), *(
+                        torch.empty(v.shape, dtype=v.dtype, device=v.device)
+                        for g in reads for v in [every[g][0].of.meta[VALUE]])]
                 known[text] = _gradients(w, kept, reached, like)
             parts_given = tuple(w.cover.outside.get(every[g][0].of) for g in reached)
             for g, band in zip(reached, parts_given, strict=True):
@@ -467,8 +479,9 @@ def backward_of(stretch: Stretch, entering: Sequence[fx.Node], groups: Sequence[
     made = []
     for g, ports in enumerate(every):
         value, bands = ports[0].of.meta[VALUE], [b for b in gives[g] if b is not None]
-        made.append(Part(tuple(value.shape), value.dtype, value.device, bands[0].dim if bands else None,
-                         bool(bands) and not _cover_once(bands, value.shape[bands[0].dim])))
+        made.append(_part_like(groups[g][1].meta[VALUE] if g < len(groups) else value,
+                               bands[0].dim if bands else None,
+                               bool(bands) and not _cover_once(bands, value.shape[bands[0].dim])))
 
     def coarser(fewer: int) -> Banded | None:
         found = backward_of(stretch, entering, groups, name, fewer, kept)
@@ -572,7 +585,7 @@ def _ordered(graph: fx.Graph, inputs: Sequence[fx.Node | None], names: Sequence[
 def _describe(graph: fx.Graph, like: Sequence[torch.Tensor]) -> None:
     for node, value in zip([n for n in graph.nodes if n.op == "placeholder"], like, strict=True):
         node.meta[VALUE] = value
-    propagate(graph)
+    retrace(lambda: propagate(graph))
 
 
 def _mode(keys: Sequence[Key]) -> Any:

@@ -145,8 +145,7 @@ def _rewrite(joint: Joint, plan: Plan) -> list[str] | None:
         forward = forward_of(stretch, stretch.results, "stretch_forward", parts)
         counted = statistics_of(stretch, norms, "stretch_statistics", parts) if norms else None
         if forward is not None and groups:
-            backward = backward_of(stretch, [r for r, _ in entering], [ports for ports, _ in groups],
-                                   "stretch_backward", parts)
+            backward = backward_of(stretch, dict(entering), groups, "stretch_backward", parts)
         if forward is not None and (backward is not None or not groups) \
                 and (counted is not None or not norms):
             break

@@ -140,7 +140,8 @@ def test_tiles_compute_what_the_whole_does(name: str, parts: int) -> None:
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if inputs[0].dtype == torch.float32 else {}
     torch.testing.assert_close(tiled(*(by_port[of] for of, _ in keys))[0], expected.detach(), **tolerance)
 
-    backward = backward_of(stretch, stretch.results, [[p] for p in stretch.ports.values()], "backward", parts)
+    backward = backward_of(stretch, {r: r for r in stretch.results},
+                           [([p], p.of) for p in stretch.ports.values()], "backward", parts)
     assert backward is not None
     tiled, keys = backward
     given = [*(by_port[of] for of, _ in keys), entering]
@@ -169,7 +170,8 @@ def test_a_result_that_other_tiles_need_as_well_has_its_gradient_once() -> None:
     leaves = [x.clone().requires_grad_() for x in inputs]
     expected = function(*leaves)
     entering = [torch.randn_like(value) for value in expected]
-    backward = backward_of(stretch, stretch.results, [[p] for p in ports.values()], "backward", 2)
+    backward = backward_of(stretch, {r: r for r in stretch.results}, [([p], p.of) for p in ports.values()],
+                           "backward", 2)
     assert backward is not None
     tiled, keys = backward
     given = dict(zip(ports, inputs, strict=True))
