@@ -138,11 +138,15 @@ def _refused(rank: int) -> dict[str, Any]:
         "shared_plan": caught(lambda: rkmate.shared_plan(_flat(_Net()), (ids,), budget=0.8, **CHOSEN)),
         "without the original parameters": caught(lambda: rkmate.plan(
             _flat(_Net(), use_orig_params=False), (ids,), budget=0.8, **CHOSEN))}
-    samples = [caught(lambda options=options: rkmate.apply(
-        _flat(_Net(), **options), (ids,), budget=0.8, **CHOSEN)) for options in ({}, one)]
+    ways = {"use_orig_params": False}, one
+    refused = [_flat(_Net(), **options) for options in ways]
+    samples = [caught(lambda flat=flat: rkmate.apply(flat, (ids,), budget=0.8, **CHOSEN)) for flat in refused]
+    unchanged = [rkmate.applied(flat) is None and all(map(
+        torch.equal, *(_trained(net, rank, 1)[0] for net in (flat, _flat(_Net(), **options)))))
+        for flat, options in zip(refused, ways, strict=True)]
     in_place = caught(lambda: rkmate.apply(_flat(_Net()), budget=0.8, progress=False,
                                             settings=Settings(gradients="in_place")))
-    return {"errors": found, "samples": samples, "in place": in_place}
+    return {"errors": found, "samples": samples, "in place": in_place, "unchanged": unchanged}
 
 
 def _gathered(rank: int) -> dict[str, Any]:
@@ -192,7 +196,7 @@ def test_layers_are_planned(found: Found, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_planned_is_refused(found: Found) -> None:
+def test_what_cannot_be_planned_is_refused_and_left_as_it_is(found: Found) -> None:
     for mine in _of(found, "refused"):
         assert len(mine["errors"]) == 5
         for kind, text in mine["errors"].values():
@@ -202,6 +206,7 @@ def test_what_cannot_be_planned_is_refused(found: Found) -> None:
             assert "fully_shard (FSDP2)" in text
         assert all(kind == "ArgumentError" and "leave out the sample inputs" in text
                    for kind, text in mine["samples"]), mine["samples"]
+        assert mine["unchanged"] == [True, True]
         assert mine["in place"][0] == "ArgumentError" and "exchanges gradients" in mine["in place"][1]
 
 

@@ -347,8 +347,8 @@ def _text_of_program(program: nn.Module, model: nn.Module) -> str:
 
 def _export(flat: FlatModule, tensors: tuple[torch.Tensor, ...], values: Values | None) -> Any:
     """Return the exported program, in the first way in which that succeeds; the module itself where none does
-    and its forward differentiates, and where it computes with DTensors, whose
-    backward an exported program does not have."""
+    and its forward differentiates, and where it computes with DTensors, whose backward an exported program
+    does not have."""
     if local_names():
         if values is not None:
             raise CaptureError(f"{type(flat.model).__name__} has DTensor parameters, and its forward reads "

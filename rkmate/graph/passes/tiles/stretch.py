@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkmate.graph.capture.repairs import retrace
 from rkmate.graph.ops.properties import RESHAPES, is_view
 from rkmate.graph.passes.joint import shape_of
 from rkmate.graph.passes.tiles.banded import Banded, Part, Tile, TileRun, runs_of
@@ -286,8 +285,8 @@ class _Writing:
 
 
 def _part_like(value: Any, dim: int | None, overlaps: bool = False) -> Part:
-    """Return a result that takes the place of a value. What reads that was described with its strides, and
-    overwrites it where it may only for these."""
+    """Return a result that replaces a value. What reads it was described with the value's strides, and may
+    overwrite it because of them."""
     with value.fake_mode:
         strides = tuple(torch.empty_like(value).stride())
     plain = dim is None or strides == contiguous_strides(value.shape)
@@ -337,8 +336,8 @@ def _taken(writing: _Writing, keys: Sequence[Key]) -> list[Band | None]:
     return [writing.cover.outside.get(of) if cut else None for of, cut in keys]
 
 
-def _like(keys: Sequence[Key], takes: Sequence[Band | None]) -> list[torch.Tensor]:
-    return [_narrow(of.meta[VALUE], band) for (of, _), band in zip(keys, takes, strict=True)]
+def _like(nodes: Iterable[fx.Node], takes: Sequence[Band | None]) -> list[torch.Tensor]:
+    return [_narrow(of.meta[VALUE], band) for of, band in zip(nodes, takes, strict=True)]
 
 
 def forward_of(stretch: Stretch, results: Sequence[fx.Node], name: str, parts: int,
@@ -371,7 +370,7 @@ def _forward_tiles(written: Sequence[_Writing], keys: Sequence[Key],
             known[text] = _ordered(writing.graph, [writing.inputs.get((key, None)) for key in keys],
                                    _names(keys))
             with _mode(keys):
-                _describe(known[text], _like(keys, takes))
+                _describe(known[text], _like((of for of, _ in keys), takes))
         yield known[text], tuple(takes)
 
 
@@ -425,7 +424,7 @@ def _finish(node: fx.Node, keys: Sequence[Key], first: int) -> TileRun:
     graph = _ordered(derived, [*[None] * len(keys), *(n for n in derived.nodes if n.op == "placeholder")],
                      [*_names(keys), "sums", "squares"])
     with _mode(keys):
-        _describe(graph, [*_like(keys, [None] * len(keys)), *like])
+        _describe(graph, [*(of.meta[VALUE] for of, _ in keys), *like])
     return TileRun(graph, ((None,) * len(keys),), ((None, None),), (first + 2, first + 3), (first, first + 1))
 
 
@@ -463,9 +462,8 @@ def backward_of(stretch: Stretch, entering: Mapping[fx.Node, fx.Node],
             takes = [*_taken(w, kept), *(w.cover.own.get(r) for r in results)]
             text = f"{w.graph}{[b and (b.dim, len(b)) for b in takes]}{reads}"
             if text not in known:
-                given = [*(key[0] for key in kept), *entering.values()]
                 with _mode(kept):
-                    like = [*(_narrow(n.meta[VALUE], band) for n, band in zip(given, takes, strict=True)), *(
+                    like = [*_like((*(of for of, _ in kept), *entering.values()), takes), *(
                         torch.empty(v.shape, dtype=v.dtype, device=v.device)
                         for g in reads for v in [every[g][0].of.meta[VALUE]])]
                 known[text] = _gradients(w, kept, reached, like)
@@ -585,7 +583,7 @@ def _ordered(graph: fx.Graph, inputs: Sequence[fx.Node | None], names: Sequence[
 def _describe(graph: fx.Graph, like: Sequence[torch.Tensor]) -> None:
     for node, value in zip([n for n in graph.nodes if n.op == "placeholder"], like, strict=True):
         node.meta[VALUE] = value
-    retrace(lambda: propagate(graph))
+    propagate(graph)
 
 
 def _mode(keys: Sequence[Key]) -> Any:

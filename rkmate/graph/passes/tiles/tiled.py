@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkmate.graph.capture.repairs import retrace
 from rkmate.graph.ops.norms import BATCH_NORM_BACKWARD
 from rkmate.graph.passes.node_calls import OwnFunction
 from rkmate.graph.passes.tiles.source import (
@@ -135,11 +136,15 @@ class Tiled(InTiles):
 
 
 def propagate(graph: fx.Graph) -> None:
-    """Give each operation of a tile's graph the value that its arguments' values make."""
-    for node in graph.nodes:
-        if node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
-            node.meta[VALUE] = node.target(*args, **kwargs)
+    """Give each operation of a tile's graph the value that its arguments' values make, with the strides that
+    its kernel returns: they decide what may be overwritten."""
+    def run() -> None:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
+                node.meta[VALUE] = node.target(*args, **kwargs)
+
+    retrace(run)
 
 
 def _at_rows(tiled: Tiled, step: int) -> fx.Graph:
