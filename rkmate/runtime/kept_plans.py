@@ -230,6 +230,13 @@ class Specialization:
         self.took = self.mask
         return self.mask
 
+    def mask_for(self, capture: Capture) -> TangentMask:
+        """Return the tangent mask for a new signature, whose first loss is probably like the latest one here;
+        empty where its outputs are others."""
+        own = self.capture
+        is_same = (own.result.spec, own.differentiable) == (capture.result.spec, capture.differentiable)
+        return self.mask if is_same else ()
+
     def take_another_loss(self, mask: TangentMask, planned: TangentMask) -> None:
         """Note that a loss has another tangent mask than its forward was planned for."""
         both: TangentMask = tuple(map(or_, mask, planned))

@@ -303,8 +303,9 @@ class PlannedModule(StandIn):
         self._tell("graph", "a backward with create_graph=True runs the original's forward once more, and "
                             "differentiates that: this takes the original's memory, outside of the budget of "
                             f"{plan.budget_bytes:,} bytes (a step of the original takes about "
-                            f"{plan.baseline_peak_bytes:,} bytes). A gradient that is computed inside of the "
-                            "module is planned ('Gradient penalties' in docs/recipes.md)")
+                            f"{plan.baseline_peak_bytes:,} bytes), and last bits of gradients may differ. A "
+                            "gradient that is computed inside of the module is planned ('Gradient penalties' "
+                            "in docs/recipes.md)")
         self._unusual.ask("backwards with create_graph=True run the original's forward of "
                           f"{type(self._original).__name__} once more",
                           "Compute inner gradients inside of the module, or apply rkmate to a module that "

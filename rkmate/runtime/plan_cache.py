@@ -162,8 +162,9 @@ class PlanCache:
         traced = like.traced if like is not None else trace(
             self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
         captured = traced.capture
-        if derived is not None and others[-1].mask:
-            traced = replace(traced, wanted=others[-1].mask)
+        latest = others[-1] if others else self.kept.latest()
+        if latest is not None and (derived is not None or not (like or plan or ranks or self._saved)):
+            traced = replace(traced, wanted=latest.mask_for(captured) or traced.wanted)
         attempts, before = self._attempts(traced, key, others, like, plan, ranks)
         traced = attempts[0]
         plans = [e.known for s in others for m, e in s.executables.items()

@@ -102,6 +102,29 @@ def test_without_it_the_first_step_runs_twice(x: torch.Tensor) -> None:
     assert len(FORWARDS) > 2
 
 
+def test_calls_of_another_form_are_planned_for_the_loss_that_was_seen() -> None:
+    """A state that the first step lacks and later ones hand on: only the first step runs twice."""
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = Tower(32, 1, 0.0)
+
+        def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+            y = self.tower(x if state is None else x + state)
+            return y, y.tanh()
+
+    def step(run: nn.Module, state: torch.Tensor | None) -> torch.Tensor:
+        y, state = run(x, state)
+        y.square().mean().backward()
+        return state.detach()
+
+    model, x = Recurrent(), torch.randn(64, 32)
+    module = planned(model, x)
+    with pytest.warns(rkmate.RkmateWarning, match="on output 0 .* alone.* runs a second time"):
+        state = step(module, None)
+    step(module, state)                                     # a warning would be an error
+
+
 @pytest.mark.parametrize("how", ["backward", "autograd.grad", "twice"])
 def test_the_second_run_adds_up_as_the_original(how: str) -> None:
     """Gradients of a planned output, and of one that was not planned for, go through one backward: the first
