@@ -86,6 +86,14 @@ def frozen_imports() -> Iterator[None]:
         _freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen_remains() -> Iterator[None]:
+    """What a file of tests has left in caches stays: the steps that are measured later look at each object."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 # -- How long each test takes ----------------------------------------------------------------------
 
 DURATIONS = Path(__file__).with_name("durations.json")

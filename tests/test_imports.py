@@ -103,10 +103,13 @@ def test_commands_without_a_model_load_no_torch(arguments: list[str]) -> None:
 def test_no_module_takes_a_public_names_place_and_none_loads_dynamo_before_a_capture() -> None:
     modules = [m for m in sources() if not m.endswith(("__main__", ".uncompiled"))
                and not m.startswith("rkmate.integrations.")]      # which load the other libraries
-    fresh(f"import importlib, inspect, sys\nfor name in {modules!r}:\n"
+    fresh("import importlib, inspect, sys, rkmate\n"
+          "assert 'rkmate.dtr' not in sys.modules\n"
+          "assert isinstance(rkmate.dtr(budget=None), rkmate.dtr.Session), 'needs an import of its own'\n"
+          f"for name in {modules!r}:\n"
           "    importlib.import_module(name)\n"
           "    assert 'torch._dynamo' not in sys.modules, f'{name} loads torch._dynamo'\n"
-          "import rkmate\nfor name in rkmate.__all__:\n"
+          "for name in rkmate.__all__:\n"
           "    assert not inspect.ismodule(getattr(rkmate, name)), name")
 
 

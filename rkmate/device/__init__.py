@@ -1,7 +1,7 @@
 """Places to compute, behind one protocol: `of` gives the device of a tensor or of a name."""
 
 from rkmate.device.protocol import Device, MemoryState, MeterError, MeterInUse, PartsMeter, Statistics
-from rkmate.device.registry import accelerators, autocast_kinds, common, in_use, of, standing_in
+from rkmate.device.registry import accelerators, all_present, autocast_kinds, common, in_use, of, standing_in
 
 __all__ = ["Device", "MemoryState", "MeterError", "MeterInUse", "PartsMeter", "Statistics",
-           "accelerators", "autocast_kinds", "common", "in_use", "of", "standing_in"]
+           "accelerators", "all_present", "autocast_kinds", "common", "in_use", "of", "standing_in"]

@@ -12,7 +12,8 @@ from rkmate.device.cuda import Cuda
 from rkmate.device.protocol import Device
 from rkmate.errors import ArgumentError
 
-_KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": Cpu, "cuda": Cuda}
+_PRESENT: dict[str, Callable[[torch.device], Device]] = {"cpu": Cpu, "cuda": Cuda}
+_KINDS = dict(_PRESENT)
 _made: dict[torch.device, Device] = {}
 
 
@@ -78,6 +79,11 @@ def autocast_kinds(devices: Iterable[torch.device]) -> frozenset[str]:
     """Return the names that `torch.autocast` uses for devices, including devices without an
     implementation."""
     return frozenset(d.type for d in devices)
+
+
+def all_present() -> bool:
+    """Return whether no other device stands in for one of this machine (`standing_in`)."""
+    return _KINDS == _PRESENT
 
 
 @contextmanager

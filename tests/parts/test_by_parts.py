@@ -453,10 +453,10 @@ def _with_a_backward_hook(model: Stack) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is", "ignore:Full backward hook")
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("change", [_in_torchscript, _with_a_sparse_buffer, _with_a_backward_hook])
+@pytest.mark.parametrize(("change", "sampled"), [
+    (_in_torchscript, False), (_with_a_sparse_buffer, True), (_with_a_backward_hook, False)])
 def test_parts_beside_a_module_that_no_plan_has(change: Callable[[Stack], None], sampled: bool) -> None:
-    model = Stack([Layer() for _ in range(3)])
+    model = Stack([Layer() for _ in range(2)])
     plain = copy.deepcopy(model)
     change(model)
     if sampled:
@@ -464,7 +464,7 @@ def test_parts_beside_a_module_that_no_plan_has(change: Callable[[Stack], None],
     else:
         applied(model, 10**8)
     same_steps(plain, model, plainly)
-    assert planned_parts(model) == [f"layers.{k}" for k in range(3)]
+    assert planned_parts(model) == ["layers.0", "layers.1"]
 
 
 def test_an_unused_branch_is_planned_when_it_is_used() -> None:

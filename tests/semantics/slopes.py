@@ -84,16 +84,20 @@ KINDS = [Dropout, Dropout1d, FeatureDropout, Dropout3d, AlphaDropout, FeatureAlp
          StochasticDepth, RandomSlope, Gumbel, Noise, AttentionDropout]
 
 
-def largest_gap(kind: type[_Body], steps: int = 3) -> list[float]:
-    """The largest relative gap to central differences in float64, at each of three budgets.
+def with_three_budgets(kind: type[nn.Module]) -> tuple[nn.Module, list[rkmate.PlannedModule], torch.Tensor]:
+    """Return a model in float64, planned at three budgets, and its input."""
+    torch.manual_seed(0)
+    model, x = kind().double(), torch.randn(4, 6, dtype=torch.float64)
+    return model, three_budgets(model, x), x
+
+
+def largest_gap(model: nn.Module, modules: list[rkmate.PlannedModule], x: torch.Tensor, steps: int = 3
+                ) -> list[float]:
+    """Return the largest relative gap to central differences in float64, for each of a model's plans.
 
     Slopes below 1e-1 count as 1e-1: there the differences are rounded away.
     """
-    torch.manual_seed(0)
-    model = kind().double()
-    x = torch.randn(4, 6, dtype=torch.float64)
-    return [max(_gap(model, module, x, step) for step in range(steps))
-            for module in three_budgets(model, x)]
+    return [max(_gap(model, module, x, step) for step in range(steps)) for module in modules]
 
 
 def _gap(model: nn.Module, module: rkmate.PlannedModule, x: torch.Tensor, seed: int) -> float:

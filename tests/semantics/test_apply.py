@@ -17,6 +17,7 @@ from torch import nn
 
 import rkmate
 from rkmate.runtime.kept_plans import REPLACED
+from tests.distributed.ranks import forked
 from tests.equality import measured_peak
 from tests.models.sample import Sample
 from tests.options import options_of
@@ -149,9 +150,9 @@ def test_pickles_are_without_a_plan(caplog: pytest.LogCaptureFixture) -> None:
 def test_spawned_processes_keep_to_the_same_budget() -> None:
     model = applied(Tower(), args=(X,))
     model(X).sum().backward()
-    spawn = torch.multiprocessing.get_context("spawn")
-    queue = spawn.Queue()
-    process = spawn.Process(target=spawned, args=(model, X, queue))
+    context = forked()
+    queue = context.Queue()
+    process = context.Process(target=spawned, args=(model, X, queue))
     process.start()
     peak, budget, gradient = queue.get(timeout=120)
     process.join(120)

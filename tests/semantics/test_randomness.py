@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import rkmate
-from tests.semantics.slopes import KINDS, largest_gap
+from tests.semantics.slopes import KINDS, largest_gap, with_three_budgets
 from tests.semantics.steps import (
     Tower,
     assert_same_gradients,
@@ -24,20 +24,14 @@ from tests.semantics.steps import (
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
-def test_gradients_are_the_slope_of_the_loss(kind: type[nn.Module]) -> None:
-    """Against central differences in float64, at three budgets, over three steps."""
-    gaps = largest_gap(kind)
-    assert len(gaps) == 3 and max(gaps) < 1e-5, gaps
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
-def test_a_seed_gives_the_same_run_at_every_budget(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
-    model = kind()
-    x = torch.randn(4, 6)
-    for module in three_budgets(model, x):
+def test_a_seed_gives_the_same_run_and_gradients_are_the_slope_of_the_loss(kind: type[nn.Module]) -> None:
+    """At three budgets; the slopes are central differences in float64, over three steps."""
+    model, modules, x = with_three_budgets(kind)
+    for module in modules:
         for seed in (3, 4):
             assert_same_gradients(model, module, lambda run: run(x).pow(2).sum(), seed=seed)
+    gaps = largest_gap(model, modules, x)
+    assert len(gaps) == 3 and max(gaps) < 1e-5, gaps
 
 
 def _seeded(x: torch.Tensor) -> torch.Tensor:

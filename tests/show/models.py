@@ -39,22 +39,30 @@ class Tower(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-class Waves(nn.Module):
-    """Residual layers of six operations without parameters: each is traced in no time."""
+class Wave(nn.Module):
+    """A residual layer of six operations."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = layers
         self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale
-        for _ in range(self.layers):
-            h = x
-            for _ in range(6):
-                h = h.sin()
-            x = x + h
-        return x.sum()
+        h = x * self.scale
+        for _ in range(5):
+            h = h.sin()
+        return x + h
+
+
+class Waves(nn.Module):
+    """Layers that are alike: a few are traced."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Wave() for _ in range(layers)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out.sum()
 
 
 class Scores(nn.Module):

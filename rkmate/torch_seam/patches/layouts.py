@@ -14,7 +14,9 @@ from unittest import mock
 import torch
 
 from rkmate import device as devices
+from rkmate.torch_seam.schema import OpOverload
 from rkmate.torch_seam.tensors import FakeTensorMode, suggest_memory_format
+from rkmate.torch_seam.versions import all_off
 
 aten = torch.ops.aten
 Layout = Callable[..., torch.Tensor]
@@ -233,6 +235,33 @@ _OF_IMAGES: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm.default: _group_norm}
 
 
+class _Known(dict[Any, Any]):
+    """Results of operations on fake tensors, by operator and arguments. Those of higher-order operators are
+    left out: their keys hold ids of graphs, which live no longer than a trace."""
+
+    def __setitem__(self, key: Any, entry: Any) -> None:
+        if isinstance(key.key[0], OpOverload):
+            super().__setitem__(key, entry)
+
+
+_known: dict[tuple[object, ...], _Known] = {}
+"""By the settings of the process that results depend on: captures find in the others' what they compute."""
+_MOST_KNOWN = 5_000
+"""Results that are kept: some kilobytes each."""
+
+
+@contextmanager
+def _own_results() -> Iterator[None]:
+    """Keep the results on fake tensors that are found inside apart from those that others find."""
+    settings = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.enabled,
+                torch.backends.mkldnn.enabled, *all_off())
+    known = _known.setdefault(settings, _Known()) if devices.all_present() else _Known()
+    if len(known) > _MOST_KNOWN:
+        known.clear()
+    with mock.patch.object(FakeTensorMode, "cache", known):
+        yield
+
+
 @contextmanager
 def as_kernels_return_them() -> Iterator[None]:
     """Give results the strides of the kernels while a module is captured."""
@@ -243,12 +272,9 @@ def as_kernels_return_them() -> Iterator[None]:
     on_cpu, on_gpus = {**_EVERYWHERE, **_ON_CPU}, {**_EVERYWHERE, **_ON_GPUS}
     changed = {op: _as_the_kernel(_in_short(op, decomposition_table[op]), on_cpu.get(op), on_gpus.get(op))
                for op in {**on_cpu, **on_gpus} if op in decomposition_table}
-    FakeTensorMode.cache_clear()
-    try:
-        with mock.patch.dict(decomposition_table, changed), \
-                mock.patch.dict(op_implementations_dict, _OF_IMAGES), \
-                mock.patch.object(_refs, "_reshape_view_helper", _as_views_are(_refs._reshape_view_helper)):
-            yield
-    finally:
-        FakeTensorMode.cache_clear()
+    with mock.patch.dict(decomposition_table, changed), \
+            mock.patch.dict(op_implementations_dict, _OF_IMAGES), \
+            mock.patch.object(_refs, "_reshape_view_helper", _as_views_are(_refs._reshape_view_helper)), \
+            _own_results():
+        yield
 

@@ -15,6 +15,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import rkmate
+from rkmate.device.elsewhere import planning_for
+from rkmate.devices import H100
+from rkmate.graph.capture.capture import capture
+from rkmate.torch_seam.patches import layouts
 from rkmate.torch_seam.patches.layouts import _FORMS, as_kernels_return_them, strides_of_view
 from tests.equality import assert_same_step
 from tests.models.sample import Sample, weighted_mean
@@ -177,3 +181,23 @@ def test_a_batch_norm_has_the_form_that_its_trace_has(operation: Any) -> None:
                 assert [None if t is None else (t.shape, t.dtype, t.device) for t in found] \
                     == [None if t is None else (t.shape, t.dtype, t.device) for t in decomposition(*args)]
     assert known >= 8
+
+
+def test_a_capture_finds_results_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch,
+                                                   deterministic: None) -> None:
+    """Torch's own results stay apart, and those for another device, or with other settings, are others."""
+    monkeypatch.setattr(layouts, "_known", {})
+    others = dict(FakeTensorMode.cache)
+
+    def found_anew() -> int:
+        before = FakeTensorMode.cache_misses
+        capture(nn.Sequential(nn.Linear(3, 5), nn.Tanh()), (torch.randn(2, 3),), {})
+        return FakeTensorMode.cache_misses - before
+
+    assert found_anew() > 0 == found_anew()
+    with planning_for(H100, []):
+        assert found_anew() == found_anew() > 0
+    assert found_anew() == 0
+    torch.use_deterministic_algorithms(False)
+    assert found_anew() > 0 == found_anew()
+    assert dict(FakeTensorMode.cache) == others

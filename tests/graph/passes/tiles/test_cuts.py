@@ -111,8 +111,13 @@ def _stretch(function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, 
     return Stretch("parts", graph, dims, sums, ports, results=[result])
 
 
-@pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize("name", CASES | SUMS)
+IN_TWO = ("convolution, strides", "transposed, padding", "max pool, overlap", "group norms of bands",
+          "trained batch norms of bands", "causal attention", "contracted")
+"""Cases that are also cut into two parts: of three, the middle one has a neighbour on each side."""
+
+
+@pytest.mark.parametrize(("name", "parts"), [*((name, 3) for name in CASES | SUMS),
+                                             *((name, 2) for name in IN_TWO)])
 def test_tiles_compute_what_the_whole_does(name: str, parts: int) -> None:
     torch.manual_seed(0)
     (function, inputs), dim = (CASES | SUMS)[name]

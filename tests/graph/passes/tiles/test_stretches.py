@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import rkmate
 from rkmate.measure.step import measure_peak
 from rkmate.pipeline.settings import Settings
+from tests.capturing import captured_once
 
 NEVER, AUTO = Settings(tiles="never"), Settings(tiles="auto")
 
@@ -42,10 +43,12 @@ def test_the_smallest_budget_is_met_with_the_originals_gradients(shape: tuple[in
     torch.manual_seed(0)
     model, x = Net(), torch.randn(*shape)
     exact = copy.deepcopy(model).double()
-    least = _smallest(model, x, AUTO)
-    assert least < 0.6 * _smallest(model, x, NEVER)
-    with pytest.warns(rkmate.RkmateWarning, match=r'first.weight.*run in tiles.*last bits.*tiles="never"'):
-        wrapped = rkmate.wrap(model, (x,), budget=least, settings=AUTO, progress=False)
+    with captured_once():
+        least = _smallest(model, x, AUTO)
+        assert least < 0.6 * _smallest(model, x, NEVER)
+        with pytest.warns(rkmate.RkmateWarning,
+                          match=r'first.weight.*run in tiles.*last bits.*tiles="never"'):
+            wrapped = rkmate.wrap(model, (x,), budget=least, settings=AUTO, progress=False)
     assert wrapped.plan.variant == "tiles" and "def tiled_stretch_backward" in wrapped.source
     loss, expected = wrapped(x), exact(x.double())
     torch.testing.assert_close(loss.double(), expected)
@@ -83,16 +86,18 @@ class Patches(nn.Module):
 def test_a_models_images_are_the_callers() -> None:
     """They do not make the first convolution the operation that takes most."""
     settings = replace(AUTO, costs="analytic")
-    least, whole = (_smallest(Patches(), torch.randn(8, 3, 112, 112), s)
-                    for s in (settings, replace(settings, tiles="never")))
+    model, x = Patches(), torch.randn(8, 3, 112, 112)
+    with captured_once():
+        least, whole = (_smallest(model, x, s) for s in (settings, replace(settings, tiles="never")))
     assert least < 0.33 * whole
 
 
 def test_what_fits_without_tiles_runs_without() -> None:
     model, x = Net(), torch.randn(8, 3, 16, 16)
-    least = _smallest(model, x, replace(NEVER, costs="analytic"))
-    with_, without = (rkmate.plan(model, (x,), budget=least, settings=replace(s, costs="analytic"),
-                                  progress=False) for s in (AUTO, NEVER))
+    with captured_once():
+        least = _smallest(model, x, replace(NEVER, costs="analytic"))
+        with_, without = (rkmate.plan(model, (x,), budget=least, settings=replace(s, costs="analytic"),
+                                      progress=False) for s in (AUTO, NEVER))
     assert with_.variant == without.variant == "plain" and with_.schedule == without.schedule
 
 
@@ -104,10 +109,11 @@ def test_statistics_of_norms_are_whole_inputs(norm: nn.Module, shape: tuple[int,
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), norm, nn.ReLU(), nn.Conv2d(16, 4, 3, padding=1))
     model, x = nn.Sequential(model, nn.Sigmoid(), nn.AvgPool2d(2)), torch.randn(*shape)
     exact = copy.deepcopy(model).double()
-    least = _smallest(model, x, AUTO)
-    assert least < 0.6 * _smallest(model, x, NEVER)
-    with pytest.warns(rkmate.RkmateWarning, match="passes over tiles for their statistics"):
-        wrapped = rkmate.wrap(model, (x,), budget=least, settings=AUTO, progress=False)
+    with captured_once():
+        least = _smallest(model, x, AUTO)
+        assert least < 0.6 * _smallest(model, x, NEVER)
+        with pytest.warns(rkmate.RkmateWarning, match="passes over tiles for their statistics"):
+            wrapped = rkmate.wrap(model, (x,), budget=least, settings=AUTO, progress=False)
     assert wrapped.plan.variant == "tiles+tiled-norms"
     weight = torch.randn(exact(x.double()).shape)
     exact.load_state_dict(copy.deepcopy(model.state_dict()))
@@ -143,10 +149,11 @@ def test_heads_of_an_attention_run_in_tiles_next_to_a_head() -> None:
     model, x = Attention(), torch.randint(0, 600, (1, 2000))
     exact = copy.deepcopy(model).double()
     auto, never = (replace(s, costs="analytic") for s in (AUTO, NEVER))
-    least, before = (_smallest(model, x, settings) for settings in (auto, never))
-    assert least < 0.65 * before
-    with pytest.warns(rkmate.RkmateWarning, match=r"q.weight.*run in tiles.*last bits"):
-        wrapped = rkmate.wrap(model, (x,), budget=least, settings=auto, progress=False)
+    with captured_once():
+        least, before = (_smallest(model, x, settings) for settings in (auto, never))
+        assert least < 0.65 * before
+        with pytest.warns(rkmate.RkmateWarning, match=r"q.weight.*run in tiles.*last bits"):
+            wrapped = rkmate.wrap(model, (x,), budget=least, settings=auto, progress=False)
     assert wrapped.plan.variant == "chunked-loss+tiles" and "columns of weights" in wrapped.source
     exact(x).backward()
     wrapped(x).backward()
@@ -191,9 +198,10 @@ def test_a_gradient_that_leaves_takes_the_memory_of_one_that_enters() -> None:
     torch.manual_seed(0)
     model, x = Sums(), torch.randn(1, 3, 64, 32)
     exact = copy.deepcopy(model).double()
-    least = _smallest(model, x, AUTO)
-    with pytest.warns(rkmate.RkmateWarning, match="run in tiles"):
-        wrapped = rkmate.wrap(model, (x,), budget=least, settings=AUTO, progress=False)
+    with captured_once():
+        least = _smallest(model, x, AUTO)
+        with pytest.warns(rkmate.RkmateWarning, match="run in tiles"):
+            wrapped = rkmate.wrap(model, (x,), budget=least, settings=AUTO, progress=False)
     assert ", over=" in wrapped.source.replace("over=None", "")
     exact(x.double()).backward()
     wrapped(x).backward()
