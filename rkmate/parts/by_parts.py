@@ -22,9 +22,11 @@ from torch import nn
 from rkmate import device as devices
 from rkmate.budget import Budget
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RkmateError
+from rkmate.graph.capture.collectives import groups_of
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.graph.capture.state import BuffersAndDraws
 from rkmate.graph.capture.structure import take_apart
+from rkmate.parts.followed_parts import MEASURED, FollowedParts
 from rkmate.parts.kinds import (
     Asked,
     Kind,
@@ -35,14 +37,12 @@ from rkmate.parts.kinds import (
     kind_key,
     modules_of,
     outermost,
-    over_in_words,
     sizes_in,
     why_not,
 )
 from rkmate.parts.moments import STEPS, SeenStep, bounds, kept_of, room_for, seen
 from rkmate.parts.observed_step import ObservedStep
 from rkmate.parts.one_budget import (
-    OneBudget,
     Part,
     Rest,
     Shared,
@@ -54,6 +54,7 @@ from rkmate.parts.one_budget import (
 from rkmate.pipeline.part_plans import with_terms
 from rkmate.pipeline.prepare import trace
 from rkmate.planners.several_calls import Moment, Way
+from rkmate.runtime.agreement import shows_signs
 from rkmate.runtime.followed_step import FollowedStep
 from rkmate.runtime.guards import ModuleReader, guards_of
 from rkmate.runtime.kept_plans import Planning, Prototype
@@ -70,20 +71,14 @@ WORTH = 0.02
 """The share of what a step keeps for the backward that a kind of part has to keep, to be planned."""
 FULL = 0.97
 """The share of what calls hold that schedules are looked for with, at most, where not all of it fits."""
-MEASURED = 3
-"""The number of steps with plans that are measured at most, until one keeps to its budget."""
-LATER = 8
-"""After how many calls with plans a step is measured again; and after twice, four times as many and so on."""
 NEAR = 1.25
 """The estimate of a step as it is, divided by its budget, up to which it is measured before it is refused."""
-REFUSED = 3
-"""The number of steps that are observed because a call had no room, at most: others keep their plans then."""
 SIZES = 4
 """The number of sizes of calls that submodules of a kind are captured for; calls of further sizes count by
 the bytes that they save."""
 
 
-class Parts(OneBudget):
+class Parts(FollowedParts):
     """The parts of one model."""
 
     _too_large = ("{name} is planned by parts, and no schedules of them fit in {budget:,} bytes: the rest of "
@@ -116,23 +111,6 @@ class Parts(OneBudget):
         """Whether the model itself runs, which is not planned by parts."""
         self._seen: set[int] = set()
         """Ids of the submodules that were called."""
-        self.planned: list[nn.Module] = []
-        """The submodules that follow plans."""
-        self._is_planned = False
-        self._again = False
-        """Whether the next step is observed, and the budget shared out again."""
-        self._refusals = 0
-        """Steps that were observed because a call had no room."""
-        self._asked: Asked | None = None
-        """What the plans that are followed were chosen for."""
-        self._over = 0
-        """Bytes that a step with plans took over its budget, once it was measured."""
-        self._peak = self._more = 0
-        """Bytes of a step with plans, measured or as they were shared out; and bytes that calls of the
-        latest step asked for on top of their shares."""
-        self._followed: FollowedStep | None = None
-        self._calls = self._to_measure = 0
-        """How many calls have followed plans, and how many of their steps are still to be measured."""
 
     # -- calls ----------------------------------------------------------------------------
 
@@ -172,8 +150,10 @@ class Parts(OneBudget):
         self.watch(filter(is_worth_looking_at, self._model.modules()))
         before = BuffersAndDraws(self._model)
         try:
-            result = self._observed(call, args, kwargs)
-            self._check_worth()
+            with self._one.looks():
+                result = self._observed(call, args, kwargs)
+            with self._one.refusals():
+                self._check_worth()
         except BaseException as error:
             self._forget()
             if isinstance(error, CaptureError):
@@ -193,7 +173,7 @@ class Parts(OneBudget):
             if not isinstance(now := compiled_call(module), Watch):
                 return (now or call)(*args, **kwargs)       # planned now
         if self._is_planned:                    # it was in no step before: the next one is observed
-            self._again = True
+            self._again, self._has_others = not self._one.is_of_ranks, True
             return call(*args, **kwargs)
         if not self._inside:
             self._tell_beginning(module)
@@ -297,10 +277,12 @@ class Parts(OneBudget):
     def _next_step(self, may_go_on: bool = False) -> None:
         """Before a call from outside: plan what was observed, where its backward was. `may_go_on`: whether
         results of earlier calls may wait for another backward (a generator's, after a discriminator's)."""
-        step = self._step
+        step, of_ranks = self._step, self._one.is_of_ranks
         if step is not None and not self._inside:
             step.finish()
-        elif not self._inside:
+        if of_ranks and (may_go_on or self._inside):        # ranks meet in calls of the model
+            return
+        if step is None and not self._inside:
             self._measure_followed()
         if self._again and not self._inside and (step is None or step.backward_seen):
             self._again = self._is_planned = False
@@ -309,11 +291,16 @@ class Parts(OneBudget):
             for module in self.planned:
                 self._take(module)
             self.watch_methods()
+        if of_ranks and not self._is_planned:
+            told = {seen for seen, in self._one.told(step is not None and step.backward_seen)}
+            if len(told) > 1:               # some ranks had no backward: the next step is observed on all
+                self._step = step = None
         if self._inside or step is None:
             return
         if step.backward_seen and (not may_go_on or step.ends_before_call()):
             self._step = None
-            self._plan(step)
+            with shows_signs(alone=not of_ranks):
+                self._plan(step)
         elif step.is_empty:             # its results were dropped
             self._step = None
 
@@ -326,6 +313,7 @@ class Parts(OneBudget):
         saved = {key: sum(k.saved for k in alike) for key, alike in self._alike.items() if alike}
         kinds = [k for k in self._kinds if k.part is not None and k.calls and k.taught
                  and (saved[k.key] >= WORTH * step.kept or k.is_checkpointed)]
+        kinds = self._that_all_plan(kinds)
         followed = {call.number for k in kinds for _, call in k.calls}
         others = [call for k in self._kinds if k not in kinds for _, call in k.calls]
         left = step.between + sum(kept_of(call, followed) for call in others)
@@ -340,7 +328,8 @@ class Parts(OneBudget):
                 alone = max(alone, level)
         modules = [modules_of(self._model, kind, kinds, lambda m: is_named(
             m, self._model, self.named)) for kind in kinds]
-        parts = [self._measured(kind, self.planning.budget.of(step.peak)) for kind in kinds]
+        with self._one.refusals():
+            parts = [self._measured(kind, self.planning.budget.of(step.peak)) for kind in kinds]
         places = [(kind, part, module, calls) for kind, part, found in zip(kinds, parts, modules, strict=True)
                   for module, calls in found]
         # Gradients of several calls are added up, and wait for the last call's.
@@ -369,7 +358,7 @@ class Parts(OneBudget):
         for part in parts:
             part.look(share)
         rest = self._rest = self._rest.together(Rest(beside, max(alone, beside), early, 0))
-        if not kinds:
+        if not self._one.all_say(bool(kinds)):
             self._nothing_worth(step)
             return
         self._asked = Asked(step, kinds, [(kind, part, m) for kind, part, m, _ in places],
@@ -380,21 +369,33 @@ class Parts(OneBudget):
             self.watch(m for m in unseen if id(m) not in inside and kind_key(m) not in saved
                        and any(p.requires_grad for p in m.parameters()))
 
+    def _that_all_plan(self, kinds: Sequence[Kind]) -> list[Kind]:
+        """Leave out kinds that communicate, and that not all ranks can plan: all follow one plan of these."""
+        names = [{self._name(m) for m, _ in k.calls} if k.part is not None and groups_of(
+            k.part.traced.capture.graph) else set() for k in kinds]
+        common = self._one.common(set().union(*names))
+        return [kind for kind, mine in zip(kinds, names, strict=True) if mine <= common]
+
     def _share(self, asked: Asked, budget: int) -> bool:
-        """Share a budget out, and put plans into the parts; False where the step needs none."""
-        places, most = asked.places, asked.rest.plain
-        is_near = self.active and not self.planned and asked.is_estimate and most <= NEAR * budget
+        """Share a budget out, and put plans into the parts; False where the step needs none. All ranks leave
+        as much to their parts as the one that can leave least."""
+        most, left = asked.rest.plain, budget - asked.outside
+        told = self._one.told(left, most <= budget, most <= NEAR * budget)
+        fits, near = (all(row[k] for row in told) for k in (1, 2))
+        asked = asked.with_more_outside(left - min(row[0] for row in told))
+        is_near, places = self.active and not self.planned and asked.is_estimate and near, asked.places
         try:
-            planner = "" if most <= budget or is_near else self.planning.planner
-            shared = asked.shared_out(self._shared_out, budget, planner)
+            with self._one.refusals():
+                shared = asked.shared_out(self._shared_out, budget,
+                                          "" if fits or is_near else self.planning.planner)
         except InfeasibleBudget:
-            if most > budget and not is_near:
+            if not fits and not is_near:
                 raise
             if is_measured := asked.is_estimate and self.active:
                 self._followed = FollowedStep(self._model.parameters(), asked.step.meter)
             self._is_planned = True
             logger.warning("%s %s plans: a step takes about %s bytes as it is%s, and the budget is %s",
-                           self._type, "needs no" if most <= budget else "has no room for", f"{most:,}",
+                           self._type, "needs no" if fits else "has no room for", f"{most:,}",
                            " (the next one is measured)" if is_measured else "", f"{budget:,}")
             for module in self.planned:
                 self._take(module)
@@ -415,73 +416,6 @@ class Parts(OneBudget):
             if kind.part is not None:
                 kind.part.traced, kind.given = replace(kind.part.traced, tensors={}), None
         return True
-
-    def _share_measured(self, asked: Asked, followed: FollowedStep) -> None:
-        """Share the budget out once a step as it is was measured: it may fit."""
-        if followed.backward_seen:
-            self._followed, self._is_planned, known = None, False, asked.rest.plain
-            peak, budget = followed.peak() or known, self.planning.budget.of(known)
-            if known <= budget < peak:
-                self._warn_once("over", over_in_words(self._type, peak, budget, peak))
-            self._asked = replace(asked, rest=asked.rest._replace(plain=min(peak, known)), is_estimate=False)
-            self._share(self._asked, self.planning.budget.of(self._asked.rest.plain))
-
-    def _measure_followed(self) -> None:
-        """Before a call from outside: measure a step with plans. Where it takes more than its budget, that is
-        shared out again, or a warning says so. So is it where calls have asked for more than their shares."""
-        asked, followed = self._asked, self._followed
-        if asked is not None and followed is not None and not self.planned:
-            return self._share_measured(asked, followed)
-        if asked is None or not self.planned:
-            return
-        self._calls += 1
-        if self._calls >= LATER and self._calls.bit_count() == 1:
-            self._to_measure = MEASURED
-        if not (self._to_measure or self._more):
-            return
-        budget, peak = self.planning.budget.of(asked.rest.plain), None
-        if followed is not None:
-            if not followed.backward_seen:      # several calls come before a backward
-                return
-            peak = followed.peak()
-            self._to_measure -= not followed.only_looks
-            if peak is not None and peak <= budget:
-                self._peak, self._to_measure = peak, 0
-        more, self._more = self._more, 0
-        if more:
-            self._to_measure = MEASURED
-            self._observe_again(peak or self._peak + more, budget, "" if peak else "up to about ")
-        elif peak is not None and peak > budget:
-            self._share_again(asked, budget, peak)
-        if self.planning.settings.gradients == "in_place" or not any(True for _ in self._model.parameters()):
-            self._to_measure = 0
-        self._followed = None if not self._to_measure else FollowedStep(
-            self._model.parameters(), None if followed is None else asked.step.meter)
-
-    def _observe_again(self, found: int, budget: int, about: str) -> None:
-        """Observe the next step where calls need more than their shares, and the step takes too much."""
-        if found <= budget or self._again:
-            return
-        self._again = self._refusals < REFUSED
-        self._refusals += self._again
-        self._warn_once(f"over, {self._again}", (
-            f"a step of {self._type}, planned by parts, takes {about}{found:,} bytes, and its budget is "
-            f"{budget:,}: calls of its parts need more than those in the steps that were observed. " + (
-                "The next step runs as it is and is observed, and the budget is shared out again"
-                if self._again else f"A budget of {found:,} bytes leaves room for that")))
-
-    @planning_lock
-    def _share_again(self, asked: Asked, budget: int, peak: int) -> None:
-        """Share the budget out once more. `peak`: bytes that a step with plans took."""
-        self._over += peak - budget
-        if self._to_measure:
-            with contextlib.suppress(InfeasibleBudget):
-                logger.warning("A step of %s takes %s bytes with these plans: the budget is shared out again",
-                               self._type, f"{peak:,}")
-                self._share(asked, budget - self._over)
-                return
-        self._to_measure = 0
-        self._warn_once("over", over_in_words(self._type, peak, budget, budget + self._over))
 
     def _nothing_worth(self, step: ObservedStep) -> None:
         """No part of the step is worth a plan."""
@@ -531,10 +465,6 @@ class Parts(OneBudget):
                                   more_calls=self._have_measured,
                                   calls_at_once=sum(m is module for k, *_ in found for m, _ in k.calls)),
                   tuple(plan for _, plan, _ in found), self._refused)
-
-    def _have_measured(self) -> None:
-        """Have the next step measured: it may take more than its budget."""
-        self._to_measure = max(self._to_measure, 1)
 
     def _refused(self, module: nn.Module, error: RkmateError, *, room: int | None = None) -> None:
         """A call of a part runs as it is, or follows a plan that needs more than some bytes (`room`)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -186,6 +186,18 @@ class Asked:
         """Each submodule with the schedules that it may follow."""
         return [Item([way.scaled(*kind.sizes_of(module)) for way in part.ways], calls)
                 for (kind, part, module), calls in zip(self.places, self.calls, strict=True)]
+
+    @property
+    def outside(self) -> int:
+        """Bytes of the step outside of all plans, at most."""
+        return max((m.bytes for m in self.moments), default=max(self.rest.figures[:3]))
+
+    def with_more_outside(self, more: int) -> Asked:
+        """Return the same with more bytes outside of all plans, at each moment."""
+        beside, alone, early, _ = (size + more for size in self.rest.figures)
+        return self if not more else replace(
+            self, rest=self.rest._replace(beside=beside, alone=alone, early=early),
+            moments=[replace(m, bytes=m.bytes + more) for m in self.moments])
 
     def in_words(self, name: Callable[[nn.Module], str]) -> str:
         """Return the names of each kind's first and last submodule. `name`: of a submodule."""

@@ -32,7 +32,7 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.device.protocol import MeterError
-from rkmate.errors import RankError, RkmateError, sendable
+from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RankError, RkmateError, sendable
 from rkmate.ir.cd import Cost, Kernel, read_cost
 from rkmate.measure.analytic import Costs
 from rkmate.pipeline.model import shape_of
@@ -125,6 +125,45 @@ def _plain(value: Any) -> str:
         return type(value).__name__
 
 
+# -- Refusals --------------------------------------------------------------------------------------
+
+
+def as_text(error: RkmateError) -> str:
+    """Return a refusal as text, for other ranks."""
+    kinds = InfeasibleBudget, CaptureError, ArgumentError, RkmateError
+    kind = next(k for k in kinds if isinstance(error, k))
+    least = error.minimum_bytes if isinstance(error, InfeasibleBudget) else 0
+    return json.dumps([least or 0, kind.__name__, str(error)])
+
+
+def as_refusal(rank: int, text: str) -> RkmateError:
+    """Return the refusal of a rank, which another one raises, too. `text`: `as_text`."""
+    least, name, words = json.loads(text)
+    words = words if words.startswith("rank ") else f"rank {rank}: {words}"
+    if name == InfeasibleBudget.__name__:
+        return InfeasibleBudget(words, least)
+    kinds = {k.__name__: k for k in (CaptureError, ArgumentError)}
+    return kinds.get(name, RkmateError)(words)
+
+
+@contextmanager
+def refusals_told(what: Callable[[], Description]) -> Iterator[None]:
+    """Tell other ranks of a refusal inside of the context, which comes before it is known whether they plan
+    the same together: ranks that wait for this one raise it, too. `what`: this rank plans for."""
+    try:
+        yield
+    except RkmateError as error:
+        store = meeting_place(None)[0] if several_ranks() and dist.get_backend() != "fake" else None
+        if store is not None:
+            store.set(_refusal_of(dist.get_rank(), what()), as_text(error))
+        raise
+
+
+def _refusal_of(rank: int, what: Description) -> str:
+    text = json.dumps([[subject, *lines] for subject, lines in what.items()])
+    return f"rkmate/refuses/{rank}/{hashlib.sha256(text.encode()).hexdigest()}"
+
+
 # -- Signs of a rank that plans --------------------------------------------------------------------
 
 BEAT, COMPUTES = 1.0, 0.01
@@ -213,6 +252,8 @@ SHARED = Advice(_SAME_CALLS, ('. If shapes differ from rank to rank, each rank c
                               'shared_plan(..., new_shapes="own")'))
 COMMUNICATES = Advice(_SAME_CALLS, ". The forward communicates, so that all ranks follow one plan: if "
                       "shapes differ from rank to rank, pad them to the same ones")
+BY_PARTS = Advice("all ranks of a model that communicates in its forward have to train it with a budget, and "
+                  "call it equally often")
 SHARDED = Advice("all ranks that a sharded model is spread over have to train it with a budget, and meet "
                  "before the same step")
 
@@ -232,16 +273,21 @@ class Ranks:
         self._name = ",".join(map(str, self._numbers))
 
     @property
+    def numbers(self) -> list[int]:
+        """The ranks, in the order in which they are told of."""
+        return self._numbers
+
+    @property
     def leads(self) -> bool:
         """Whether this rank plans for the others."""
         return self._mine == self._numbers[0]
 
     def agree(self, mine: Description) -> None:
         """Compare what all ranks plan for. Raises `RankError` on all ranks if it differs, or if a rank does
-        not come."""
+        not come; the error of a rank that cannot plan this."""
         hashes = {subject: hashlib.sha256("\n".join(lines).encode()).hexdigest()
                   for subject, lines in mine.items()}
-        found = [json.loads(text) for text in self._exchanged(json.dumps(hashes))]
+        found = [json.loads(text) for text in self._exchanged(json.dumps(hashes), about=mine)]
         differing = [subject for subject in mine if len({f.get(subject) for f in found}) > 1]
         if not differing:
             return
@@ -357,16 +403,21 @@ class Ranks:
             raise RankError(f"ranks {self._name} plan together, and planning has failed on "
                             f"{'; '.join(failed)}")
 
-    def _exchanged(self, text: str, planning: bool = False) -> list[str]:
-        """Give a text to the other ranks, and return those of all ranks, in their order."""
-        met = _meetings.setdefault(self._store, Counter())
-        met[self._name] += 1
-        place = f"rkmate/{self._name}/{met[self._name]}"
+    def _exchanged(self, text: str, planning: bool = False, about: Description | None = None) -> list[str]:
+        """Give a text to the other ranks, and return those of all ranks, in their order. `about`: what this
+        rank plans for, which another one may refuse."""
+        met, place, left = _meetings.setdefault(self._store, Counter()), "", ""
+        while not place or self._ask(self._store.check, [left]):    # others have left without this rank
+            met[self._name] += 1
+            place = f"rkmate/{self._name}/{met[self._name]}"
+            left = f"{place}/left"
         keys = [f"{place}/{rank}" for rank in self._numbers]
         _meets.set()
         try:
             self._ask(self._store.set, f"{place}/{self._mine}", text)
-            missing = self._wait(keys, f"{place}/over")
+            missing = self._wait(keys, f"{place}/over", left, about)
+            if self._ask(self._store.check, [left]):
+                raise as_refusal(*json.loads(self._ask(self._store.get, left)))
             if missing:
                 self._ask(self._store.set, f"{place}/over", json.dumps([self._mine, missing]))
                 raise self._late(self._mine, missing, planning)
@@ -383,13 +434,14 @@ class Ranks:
         finally:
             _meets.clear()
 
-    def _wait(self, keys: Sequence[str], over: str) -> list[int]:
+    def _wait(self, keys: Sequence[str], over: str, left: str, about: Description | None) -> list[int]:
         """Wait for the texts of all ranks, or until one of them has given up. Return the ranks that have
-        shown no sign for the group's timeout."""
+        shown no sign for the group's timeout, or refuse what this one plans for; `left` tells of the latter.
+        """
         seen: dict[int, tuple[int, float]] = {}
         every, pause = min(LOOK, self._seconds / 8), 0.001
         longest = min(POLL, POLL_OF_RANK * len(keys))
-        look = time.monotonic() + every
+        look = time.monotonic() + min(1.0, every)
         while not self._ask(self._store.check, keys):
             time.sleep(pause)
             pause, now = min(longest, 1.5 * pause), time.monotonic()
@@ -398,6 +450,11 @@ class Ranks:
             look = now + every
             absent = [rank for rank, key in zip(self._numbers, keys, strict=True)
                       if not self._ask(self._store.check, [key])]
+            for rank in absent if about is not None else ():
+                if self._ask(self._store.check, [refusal := _refusal_of(rank, about or {})]):
+                    told = [rank, self._ask(self._store.get, refusal).decode()]
+                    self._ask(self._store.set, left, json.dumps(told))
+                    return [rank]
             for rank in absent:
                 signs = self._ask(self._store.add, _signs_of(rank), 0)
                 if rank not in seen or seen[rank][0] != signs:
@@ -455,13 +512,13 @@ def _larger(one: Cost, other: Cost) -> Cost:
         for a, b in zip(one.alternatives, others, strict=True)))
 
 
-def ranks_in(groups: Sequence[str]) -> Ranks | None:
-    """Return the ranks that follow one plan because its forward communicates; None if it does not, or if only
+def ranks_in(groups: Sequence[str], advice: Advice = COMMUNICATES) -> Ranks | None:
+    """Return the ranks that decide together because a forward communicates; None if it does not, or if only
     this rank is real. `groups`: names of the process groups that it communicates in; several together may be
-    all ranks."""
+    all ranks. `advice`: for errors."""
     if not groups or dist.get_backend() == "fake":
         return None
-    return Ranks(process_group(groups[0]) if len(groups) == 1 else None, advice=COMMUNICATES)
+    return Ranks(process_group(groups[0]) if len(groups) == 1 else None, advice=advice)
 
 
 def ranks_that_share(model: nn.Module) -> Ranks | None:

@@ -31,7 +31,15 @@ from rkmate.pipeline.refuse import room_within
 from rkmate.pipeline.search import make_plan
 from rkmate.pipeline.sizes import KnownPlan, plan_that_fits
 from rkmate.runtime.adapters import Observations
-from rkmate.runtime.agreement import Ranks, description, ranks_in, ranks_of, shows_signs
+from rkmate.runtime.agreement import (
+    Description,
+    Ranks,
+    description,
+    ranks_in,
+    ranks_of,
+    refusals_told,
+    shows_signs,
+)
 from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
@@ -143,24 +151,32 @@ class PlanCache:
             if ranks is None:
                 with shows_signs(alone=True):
                     return self._make(key, args, kwargs, plan, None)
-            ranks.agree(description(self.model, args, kwargs, self.planning.settings, self.planning.budget))
+            ranks.agree(self._described(args, kwargs))
             made = ranks.together(lambda: self._make(key, args, kwargs, plan, ranks))
             self._ranks = ranks
             return made
+
+    def _described(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Description:
+        """Describe what a call plans for. A share of a step's budget is each rank's own."""
+        settings, is_share = self.planning.settings, self.planning.more_calls is not None
+        return description(self.model, args, kwargs, replace(settings, loss_bytes=None) if is_share
+                           else settings, None if is_share else self.planning.budget)
 
     def _make(self, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
               ranks: Ranks | None) -> Specialization:
         """Plan for a new signature. `ranks`: those that make one plan for it; None: this process alone."""
         if not self.kept.has_flags(key.flags):
-            refuse_what_cannot_repeat(self.model, args, kwargs,
-                                      hooks_outside=self.planning.hooks_outside)
+            with refusals_told(lambda: self._described(args, kwargs)):
+                refuse_what_cannot_repeat(self.model, args, kwargs,
+                                          hooks_outside=self.planning.hooks_outside)
         self.kept.warn_of_changes(key)
         start, others, budget = time.perf_counter(), self.kept.of_other_sizes(key), self.planning.budget
         members = members_for(key, [s.member for s in others])
         derived, recording = derive(self.model, args, kwargs, key, members)
         like = None if plan is not None else self._prototype(key)
-        traced = like.traced if like is not None else trace(
-            self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
+        with refusals_told(lambda: self._described(args, kwargs)):
+            traced = like.traced if like is not None else trace(
+                self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
         captured = traced.capture
         latest = others[-1] if others else self.kept.latest()
         if latest is not None and (derived is not None or not (like or plan or ranks or self._saved)):
@@ -172,7 +188,7 @@ class PlanCache:
         try:
             together = None if ranks is not None else ranks_in(groups_of(captured.graph))
             if together is not None:
-                together.agree(description(self.model, args, kwargs, self.planning.settings, budget))
+                together.agree(self._described(args, kwargs))
 
             def made(by: Measured | None = None) -> Executable:
                 nonlocal traced

@@ -205,6 +205,18 @@ def meeting_place(group: Any) -> tuple[Any, float]:
     return dist.distributed_c10d._get_default_store(), timeout.total_seconds()
 
 
+def collectives_run() -> dict[str, int]:
+    """Return how many collectives this rank has run in each of its process groups, by the group's name;
+    without groups of one rank, and those of backends that do not count."""
+    found: dict[str, int] = {}
+    group: Any
+    for group in list(dist.distributed_c10d._world.pg_map) if several_ranks() else ():
+        with suppress(AttributeError, RuntimeError):
+            if group.size() > 1:
+                found[group.group_name] = group._get_sequence_number_for_group()
+    return found
+
+
 @contextmanager
 def fake_ranks(count: int) -> Iterator[None]:
     """Let this process be the first one of a process group whose other ranks are not there, and whose

@@ -5,6 +5,7 @@ times."""
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,15 +29,18 @@ pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distr
 QUICK = Settings(costs="analytic", options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
                  planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
 STEPS, WIDTH = 8, 64
-KINDS = ("replicas", "tensor and sequence parallel", "tensor parallel and sharded",
-         "tensor parallel and replicated")
+KINDS: tuple[str, ...] = (
+    "replicas", "tensor and sequence parallel", "tensor parallel and sharded",
+    "tensor parallel and replicated", "hybrid", "hybrid, flat")
+if importlib.util.find_spec("torch.distributed._composable.replicate_with_fsdp") is not None:
+    KINDS = (*KINDS, "tensor parallel and replicate")
 RANKS = {"count": 4}
 PLANS = 20
 
 
 def _made(kind: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -46,6 +50,10 @@ def _made(kind: str) -> nn.Module:
     net = Net(WIDTH)
     if kind == "replicas":
         return net
+    if kind.startswith("hybrid"):
+        return FullyShardedDataParallel(
+            net, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_id=torch.device("cpu"),
+            device_mesh=init_device_mesh("cpu", (2, 2)), use_orig_params=not kind.endswith("flat"))
     if kind == "tensor and sequence parallel":
         mesh = init_device_mesh("cpu", (4,))
         for block in net.blocks:
@@ -55,10 +63,14 @@ def _made(kind: str) -> nn.Module:
     every = init_device_mesh("cpu", (1, 2, 2) if sharded else (2, 1, 2),
                              mesh_dim_names=("replicas", "shards", "tensors"))
     mesh = every["shards"] if sharded else every["replicas", "shards"]
+    shard: Any = fully_shard
+    if kind == "tensor parallel and replicate":
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+        shard, mesh = replicate, every["replicas"]
     for block in net.blocks:
         parallelize_module(block, every["tensors"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
+        shard(block, mesh=mesh)
+    return shard(net, mesh=mesh)
 
 
 def _trained(net: nn.Module, run: Callable[..., torch.Tensor], kind: str, rank: int
@@ -82,7 +94,7 @@ def _trained(net: nn.Module, run: Callable[..., torch.Tensor], kind: str, rank: 
             peaks.append(devices.of(x).measure_peak(step).peak)
         else:
             step()
-        found += [whole(p.grad) for p in net.parameters()]
+        found += [whole(p.grad) for p in net.parameters() if p.grad is not None]
     return found, min(peaks)
 
 

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import rkmate
 from rkmate.measure.step import measure_peak, measure_step
 from rkmate.parts import one_budget
-from rkmate.parts.by_parts import LATER, Parts
+from rkmate.parts.by_parts import Parts
+from rkmate.parts.followed_parts import LATER
 from rkmate.parts.one_budget import Watch
 from rkmate.planners.several_calls import Item, Moment, Way, share_out, smallest_limit
 from rkmate.runtime import plan_cache
@@ -549,7 +550,7 @@ def test_calls_without_room_leave_the_others_their_plans(monkeypatch: pytest.Mon
     observed: list[Parts] = []
     plan = Parts._plan
     monkeypatch.setattr(Parts, "_plan", lambda parts, step: observed.append(parts) or plan(parts, step))
-    monkeypatch.setattr("rkmate.parts.by_parts.REFUSED", 1)
+    monkeypatch.setattr("rkmate.parts.followed_parts.REFUSED", 1)
 
     def all_sizes() -> None:
         for seed in range(7):
