@@ -128,7 +128,8 @@ def _transposed(node: fx.Node, band: Band, strides: list[int], pads: list[int], 
     x: Any = node.args[0]
     k = band.dim - 2
     first, last = band.start + pads[k], band.stop - 1 + pads[k]             # without padding taken off
-    start = max(0, -(-(first - reach + 1) // strides[k]))
+    # The first element that reaches into the part; between short windows, the one before it.
+    start = max(0, min(-(-(first - reach + 1) // strides[k]), first // strides[k]))
     stop = min(shape_of(x)[band.dim], last // strides[k] + 1)
     if stop <= start:
         return None

@@ -50,6 +50,8 @@ CASES: dict[str, tuple[Made, int]] = {
     "transposed": (_turned(stride=2), 2),
     "transposed, padding": (_turned(stride=2, padding=1, output_padding=1), 2),
     "transposed, strides of one": (_turned(padding=1), 2),
+    "transposed, windows apart": (_of(lambda x, w: F.conv_transpose2d(x, w, stride=(3, 1), output_padding=(
+        1, 0)), (2, 3, 6, 5), (3, 4, 1, 3)), 2),
     "max pool": (_of(lambda x: F.max_pool2d(x, 2), IMAGE), 2),
     "max pool, overlap": (_of(lambda x: F.max_pool2d(x, 3, 2, 1), IMAGE), 2),
     "max pool, ceil": (_of(lambda x: F.max_pool2d(x[..., 1:, 1:], 2, ceil_mode=True), IMAGE), 2),
