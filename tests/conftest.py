@@ -86,6 +86,14 @@ def frozen_imports() -> Iterator[None]:
         _freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen_remains() -> Iterator[None]:
+    """What a file of tests has left in caches stays: steps that are measured look through all objects."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 # -- How long each test takes ----------------------------------------------------------------------
 
 DURATIONS = Path(__file__).with_name("durations.json")

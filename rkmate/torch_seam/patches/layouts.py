@@ -246,7 +246,7 @@ class _Known(dict[Any, Any]):
 
 _known: dict[tuple[object, ...], _Known] = {}
 """By the settings of the process that results depend on: captures find in the others' what they compute."""
-_MOST_KNOWN = 20_000
+_MOST_KNOWN = 5_000
 """Results that are kept: some kilobytes each."""
 
 
