@@ -175,7 +175,7 @@ def test_one_hot_positions_are_not_checked() -> None:
         assert torch.equal(a, b) and a.dtype is b.dtype and a.stride() == b.stride()
 
 
-@pytest.mark.parametrize("asks", (*KINDS, _raising))
+@pytest.mark.parametrize("asks", [*KINDS, _raising])
 def test_ordinary_steps_follow_a_plan(asks: Asks) -> None:
     plain, planned = trained(asks, None)[1], trained(asks, 0.9)
     assert same(plain, planned[1])
