@@ -88,7 +88,7 @@ def frozen_imports() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_remains() -> Iterator[None]:
-    """What a file of tests has left in caches stays: the steps that are measured later look at each object."""
+    """What a file of tests has left in caches stays: steps that are measured look through all objects."""
     yield
     gc.collect()
     gc.freeze()

@@ -600,7 +600,7 @@ def test_the_smallest_budget_of_an_error_has_room_for_layers_that_dropped_out(fi
     with pytest.raises(rkmate.InfeasibleBudget) as raised:
         step(first, 1000)
     assert ("with room for layers that were not called in this step" in str(raised.value)) is (first >= 0)
-    for left_out in (-1, 0, 2):
+    for left_out in (-1, 0) if first >= 0 else (0,):
         assert peak(step(left_out, raised.value.minimum_bytes), plainly, 0) <= raised.value.minimum_bytes
 
 

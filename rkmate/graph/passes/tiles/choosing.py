@@ -256,13 +256,18 @@ def _alone(node: fx.Node, moving: Collection[fx.Node]) -> float:
         return 0.0
     if node.target is aten.add.Tensor:
         return float(bytes_of(node))
-    given = [n for n in node.all_input_nodes if n in moving and n.op == "placeholder"]
+    given = _given(node.all_input_nodes, moving)
     found = float(bytes_of(node) + sum((2 if n in moving else 1) * bytes_of(n) for n in node.all_input_nodes
                                        if n not in given))
     if node.target is aten.convolution.default:
         found = 2 * found + sum(map(bytes_of, given))
         found += windows_bytes(node, Band(0, 0, shape_of(node)[0]), cut=False)
     return found
+
+
+def _given(nodes: Iterable[fx.Node], moving: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the model's inputs among operands, which are the caller's."""
+    return {n for n in nodes if n in moving and n.op == "placeholder"}
 
 
 def looked_at(node: fx.Node) -> fx.Node:
@@ -334,18 +339,19 @@ class _Parting:
         norms = [n for n in nodes if n in labels.mixing]
         read = {n for node in nodes for n in node.all_input_nodes if n not in inside}
         cut = {o for node in nodes for o, band in labels.needs[node] if band is not None and o in read}
+        ours = cut - _given(cut, self.moving)
         made = [n for n in nodes if n in self.handed or any(
             u not in inside and not is_backward(u) and u not in labels.inner for u in n.users)]
         # Of what is read whole, the sum of the gradients and, unless products are added to it, a tile's own.
         alone = {looked_at(n) for n in read - cut if n in self.moving and any(
             u.target not in PRODUCTS for u in n.users if u in inside)}
-        fixed = 2.0 * sum(map(bytes_of, cut)) + sum(map(bytes_of, made)) + sum(
+        fixed = 2.0 * sum(map(bytes_of, ours)) + sum(map(bytes_of, made)) + sum(
             (2 + (n in alone)) * bytes_of(n) for n in {looked_at(n) for n in read - cut})
         if labels.axis.columns:             # the gradient that theirs is computed from stands, too
             fixed += sum(bytes_of(n) for n in made if n in labels.dims)
         like = {(shape_of(n), value_of(n).dtype) for n in made if n in labels.dims}
         # A gradient that leaves takes the memory of one that enters.
-        fixed -= max((bytes_of(n) for n in cut & self.moving if (shape_of(n), value_of(n).dtype) in like),
+        fixed -= max((bytes_of(n) for n in ours & self.moving if (shape_of(n), value_of(n).dtype) in like),
                      default=0)
         own = _weight(nodes)
         if not made or fixed >= whole or len(nodes) < 2 or any(n not in labels for n in made) \
