@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -130,6 +131,8 @@ def by_content(value: Any, above: frozenset[int] = frozenset()) -> Any:
     if isinstance(value, (*FUNCTIONS, nn.Module, torch.Tensor)):
         return by_value(value)
     above = above | {id(value)}
+    if isinstance(value, weakref.ref):          # its hash is that of what it refers to
+        return type(value), by_content(value(), above)
     content, state = _parts_of(value, above), attributes_in(value)
     if content is None and (not state or _says_what_it_equals(value)):
         try:

@@ -21,7 +21,7 @@ from torch import nn
 
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.answers import Answer
-from rkmate.graph.capture.forward_code import MISSING
+from rkmate.graph.capture.forward_code import MISSING, NUMBERS
 from rkmate.graph.capture.state import COUNTS, Assigned, Filled, Number
 from rkmate.graph.capture.structure import HeldByModule, Structure, take_apart
 from rkmate.torch_seam.containers import PLAIN, pytree, tensors_in
@@ -260,6 +260,10 @@ def collected_again(effects: Effects, again: Effects) -> Effects | None:
         then = second.pop(c.at or id(c.filled.held), None)
         one, constants = c.filled, c.filled.constants()
         before = one.changes()
+        if not c.at and isinstance(one.held, dict) and any(
+                one.held.get(k, v) != v for k, v in constants.items() if isinstance(v, NUMBERS)):
+            raise CaptureError(f"the forward counts in {one.path} under a key that its first call makes; a "
+                               "captured step would not repeat that. Set it to 0 outside of the forward")
         if then is None:
             if isinstance(one.held, list) and not tensors_in(before):
                 continue                # a first call puts values there

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -276,7 +277,12 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
                 new = memo[id(held)] = type(held).__new__(type(held))
                 vars(new).update(copy.deepcopy(vars(held), memo))
                 dict.update(new, {k: copy.deepcopy(v, memo) for k, v in held.items()})
-        return copy.deepcopy(value, memo)
+        copied = copy.deepcopy(value, memo)
+        for held in objects_in(copied):         # weak references between copied objects
+            for name, v in [*getattr(held, "__dict__", {}).items()]:
+                if type(v) is weakref.ref and id(v()) in memo:
+                    held.__dict__[name] = weakref.ref(memo[id(v())])
+        return copied
     except Exception as error:
         reason = str(error).partition(". ")[0]
         raise CaptureError("the forward takes, returns or keeps an object of the type "

@@ -92,6 +92,27 @@ def test_a_models_images_are_the_callers() -> None:
     assert least < 0.33 * whole
 
 
+class Frozen(nn.Module):
+    """A frozen convolution of images with a frozen norm, a pool, and a trained layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 7, stride=2, padding=3, bias=False).requires_grad_(False)
+        self.last = nn.Conv2d(16, 16, 3, stride=2)
+        self.register_buffer("scale", torch.ones(16, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x) * self.scale + self.scale)
+        out: torch.Tensor = self.last(nn.functional.max_pool2d(x, 3, 2, 1)).square().mean()
+        return out
+
+
+def test_images_take_nothing_of_a_stretch_either() -> None:
+    settings, x = replace(AUTO, costs="analytic"), torch.randn(2, 3, 64, 64)
+    least, whole = (_smallest(Frozen(), x, s) for s in (settings, replace(settings, tiles="never")))
+    assert least < 0.7 * whole
+
+
 def test_what_fits_without_tiles_runs_without() -> None:
     model, x = Net(), torch.randn(8, 3, 16, 16)
     with captured_once():
