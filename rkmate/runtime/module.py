@@ -402,6 +402,13 @@ class PlannedModule(StandIn):
 
     # -- being the original ---------------------------------------------------------------
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward" and getattr(value, "__self__", None) is self._original:
+            self._tell("forward", f"forward is set to a method of the wrapped {type(self._original).__name__}"
+                                  ": calls run it without a plan, and without a budget. "
+                                  "rkmate.apply(model, budget=...) plans a forward that is set later")
+        super().__setattr__(name, value)
+
     def extra_repr(self) -> str:
         """Return the plan in one line."""
         return repr(self.plan) if self._latest is not None else "no plan yet"

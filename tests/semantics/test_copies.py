@@ -122,6 +122,14 @@ def test_a_copy_has_the_forward_that_a_library_put_there(wrapper: str) -> None:
     assert not hasattr(module.original, "_forward_before")
 
 
+def test_the_originals_forward_in_the_place_of_the_planned_one_is_warned_of() -> None:
+    model, x = Tower(depth=2), torch.randn(4, 16)
+    module = planned(model, x)
+    with pytest.warns(rkmate.RkmateWarning, match="a method of the wrapped Tower: .* without a plan"):
+        module.forward = model.forward
+    assert torch.equal(module(x), model(x))
+
+
 def test_a_module_that_refers_to_the_wrapper() -> None:
     model, x = Tower(depth=2), torch.randn(4, 16)
     module = planned(model, x)
