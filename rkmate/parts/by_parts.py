@@ -377,17 +377,22 @@ class Parts(FollowedParts):
         return [kind for kind, mine in zip(kinds, names, strict=True) if mine <= common]
 
     def _share(self, asked: Asked, budget: int) -> bool:
-        """Share a budget out, and put plans into the parts; False where the step needs none. All ranks leave
-        as much to their parts as the one that can leave least."""
+        """Share a budget out, and put plans into the parts; False where the step needs none. Each rank leaves
+        as much to its parts as the one that can leave least, if it can keep its bits with that."""
         most, left = asked.rest.plain, budget - asked.outside
         told = self._one.told(left, most <= budget, most <= NEAR * budget)
         fits, near = (all(row[k] for row in told) for k in (1, 2))
-        asked = asked.with_more_outside(left - min(row[0] for row in told))
         is_near, places = self.active and not self.planned and asked.is_estimate and near, asked.places
+        own, asked = asked, asked.with_more_outside(left - min(row[0] for row in told))
+        planner = "" if fits or is_near else self.planning.planner
         try:
             with self._one.refusals():
-                shared = asked.shared_out(self._shared_out, budget,
-                                          "" if fits or is_near else self.planning.planner)
+                try:
+                    shared = asked.shared_out(self._shared_out, budget, planner if asked is own else "")
+                except InfeasibleBudget:
+                    if asked is own:
+                        raise
+                    asked, shared = own, own.shared_out(self._shared_out, budget, planner)
         except InfeasibleBudget:
             if not fits and not is_near:
                 raise

@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import zip_longest
@@ -155,7 +155,8 @@ def refusals_told(what: Callable[[], Description]) -> Iterator[None]:
     except RkmateError as error:
         store = meeting_place(None)[0] if several_ranks() and dist.get_backend() != "fake" else None
         if store is not None:
-            store.set(_refusal_of(dist.get_rank(), what()), as_text(error))
+            with suppress(RuntimeError):    # the store is gone, and nobody waits any more
+                store.set(_refusal_of(dist.get_rank(), what()), as_text(error))
         raise
 
 
@@ -406,14 +407,14 @@ class Ranks:
     def _exchanged(self, text: str, planning: bool = False, about: Description | None = None) -> list[str]:
         """Give a text to the other ranks, and return those of all ranks, in their order. `about`: what this
         rank plans for, which another one may refuse."""
-        met, place, left = _meetings.setdefault(self._store, Counter()), "", ""
-        while not place or self._ask(self._store.check, [left]):    # others have left without this rank
-            met[self._name] += 1
-            place = f"rkmate/{self._name}/{met[self._name]}"
-            left = f"{place}/left"
-        keys = [f"{place}/{rank}" for rank in self._numbers]
+        met, left = _meetings.setdefault(self._store, Counter()), ""
         _meets.set()
         try:
+            while not left or self._ask(self._store.check, [left]):     # others have left without this rank
+                met[self._name] += 1
+                place = f"rkmate/{self._name}/{met[self._name]}"
+                left = f"{place}/left"
+            keys = [f"{place}/{rank}" for rank in self._numbers]
             self._ask(self._store.set, f"{place}/{self._mine}", text)
             missing = self._wait(keys, f"{place}/over", left, about)
             if self._ask(self._store.check, [left]):

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +23,7 @@ from rkmate.torch_seam.own import own_operator
 from rkmate.torch_seam.schema import OpOverload, operator_name
 from rkmate.torch_seam.trace import inside_fake_mode
 
+logger = logging.getLogger("rkmate")
 FUNCTIONAL = "_c10d_functional"
 """The namespace of torch's functional collectives."""
 TRACEABLE = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
@@ -191,8 +194,19 @@ def _reduce_scatter_tensor(output: Any, input: Any, op: Any = dist.ReduceOp.SUM,
                               group_name(group))])
 
 
+@functools.cache
+def _tell_of_strides() -> None:
+    # Warnings of a trace are not shown.
+    logger.warning("all_to_all_single writes to a tensor that is not contiguous (torch.empty_like of a "
+                   "transposed one): gloo fills it in the order of memory, so that a step without a plan has "
+                   "other values than one on a GPU or with a plan, which is right. Pass a contiguous tensor "
+                   "(torch.empty_like(x.contiguous()))")
+
+
 def _all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None,
                        group: Any = None, async_op: bool = False) -> None:
+    if not output.is_contiguous() and dist.get_backend(group) == "gloo":
+        _tell_of_strides()
     ranks = _size(group)
     splits = [list(given) if given else [t.shape[0] // ranks] * ranks
               for given, t in ((output_split_sizes, output), (input_split_sizes, input))]

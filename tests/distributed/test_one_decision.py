@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import rkmate
 from rkmate.measure.step import measure_step
 from rkmate.parts.followed_parts import FollowedParts
 from rkmate.pipeline.settings import Settings
-from tests.distributed.ranks import Block, Found, are_equal, caught
+from tests.distributed.ranks import Block, Found, are_equal, caught, steps
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"), pytest.mark.slow,
               pytest.mark.xdist_group("two processes")]
@@ -185,11 +186,54 @@ def _alone(rank: int) -> dict[str, Any]:
     return _applied(rank, 0.8, _ReducedBlock, _Deciding, data=_alike) | {"wrapped": wrapped}
 
 
+class _Swapped(torch.autograd.Function):
+    """An exchange whose result has the strides of what it is given, in the forward or in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, contiguous: bool) -> torch.Tensor:
+        ctx.contiguous = contiguous
+        y = torch.empty_like(x.contiguous() if contiguous else x)
+        dist.all_to_all_single(y, x.contiguous())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _Swapped.forward(ctx, grads[0], ctx.contiguous), None
+
+
+class _Transposed(nn.Module):
+    def __init__(self, contiguous: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.contiguous = contiguous
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        z = _Swapped.apply(y.t(), self.contiguous).t()      # type: ignore[no-untyped-call]
+        return (z * torch.arange(z.numel()).view_as(z)).mean()
+
+
+def _strided(rank: int) -> dict[str, Any]:
+    """What gloo fills in the order of memory: a plan fills it in the order of the elements."""
+    plain, x = _Transposed(True), _data(rank, 0, 64)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())      # type: ignore[method-assign]
+    logger = logging.getLogger("rkmate")
+    logger.addHandler(handler)
+    try:
+        planned = rkmate.wrap(_Transposed(False), (x,), budget=1.0, progress=False, settings=SETTINGS)
+    finally:
+        logger.removeHandler(handler)
+    return {"equal": are_equal(steps(plain, plain, [x]), steps(planned, planned, [x])), "said": said}
+
+
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "refused": _refused, "communicates": lambda rank: _applied(
         rank, 0.8, _ReducedBlock, data=_alike), "again": _again,
     "skipped": lambda rank: _applied(rank, 0.7, Block, _Counting, skipped=-rank),
-    "alone": _alone}
+    "alone": _alone, "strided": _strided}
 
 
 def test_a_refusal_of_one_rank_is_that_of_all(found: Found) -> None:
@@ -227,3 +271,9 @@ def test_a_rank_that_cannot_capture_a_model_keeps_no_other_waiting(found: Found)
         assert mine["planned"] == 3 * [True, True, False]
         assert mine["wrapped"][0] == "CaptureError" and "_Net cannot be captured at" in mine["wrapped"][1]
     assert first["wrapped"][1] == f"rank 1: {second['wrapped'][1]}"
+
+
+def test_a_result_that_is_not_contiguous_is_right_and_told_of(found: Found) -> None:
+    for mine in found["strided"]:
+        assert mine["equal"]
+        assert any("not contiguous" in text for text in mine["said"])
