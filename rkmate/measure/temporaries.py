@@ -11,20 +11,32 @@ import torch
 from torch import fx
 
 from rkmate import device as devices
+from rkmate.device.protocol import MeterError
 from rkmate.device.random_state import STATE_BYTES, unchanged_random_state
 from rkmate.graph.capture.opaque import BACKWARD, FORWARD, kind_of, random_state
 from rkmate.graph.ops.temporaries import bytes_on_gpu, temporaries_of
 from rkmate.graph.passes.fusion import Cluster
 from rkmate.graph.passes.tiles.tiled import Alternative, InTiles
 from rkmate.ir.cd import Cost
+from rkmate.support.warn import warn
 from rkmate.torch_seam.nodes import VALUE, tensors_of
 
 # -- Temporary memory of compiled groups, for costs that are estimated and not measured ------------
 
 def with_memory_of_groups(operations: Sequence[fx.Node], costs: Mapping[int, Cost]) -> dict[int, Cost]:
-    """Return estimated costs, with the bytes that compiled groups take in addition to their results."""
-    return {i: cost._replace(overhead=max(cost.overhead, bytes_of_group(group)))
-            if isinstance(group := operations[i].target, Cluster) else cost for i, cost in costs.items()}
+    """Return estimated costs, with the bytes that compiled groups take in addition to their results. Where
+    memory is being measured already, a warning says that these bytes are not counted."""
+    try:
+        return {i: cost._replace(overhead=max(cost.overhead, bytes_of_group(group)))
+                if isinstance(group := operations[i].target, Cluster) else cost for i, cost in costs.items()}
+    except MeterError as error:
+        _warn_of_uncounted("compiled groups", error)
+        return dict(costs)
+
+
+def _warn_of_uncounted(what: str, error: MeterError) -> None:
+    warn(f"the temporary memory of {what} cannot be measured now, and comes on top of the budget: {error}. "
+         "Make the plan before (call the module once, with arguments of these sizes)")
 
 
 def bytes_of_group(group: Cluster) -> int:
@@ -121,7 +133,11 @@ def temporary_bytes(node: fx.Node, *, random: bool) -> int:
     if not all(devices.of(t).cpu_kernels for t in (*inputs, *outputs)):
         here = devices.common((*inputs, *outputs)).elsewhere is None
         return 0 if here else bytes_on_gpu(node.target, inputs)
-    inside = opaque_bytes(node)
+    try:
+        inside = opaque_bytes(node)
+    except MeterError as error:
+        _warn_of_uncounted("submodules that run as they are", error)
+        inside = 0
     if inside is not None:
         return max(STATE_BYTES, inside)
     rule = temporaries_of(node.target)

@@ -245,12 +245,14 @@ def _with_least(refused: Refused, method: Planner) -> Refused:
 
 def _error_of(refused: Refused, method: Planner, first: Prepared) -> Exception:
     """Return the error for a budget for which a planner has no schedule. `first`: the first variant, whose
-    step is the model's own."""
-    name, limit, least = method.name, refused.limit, refused.named
+    step is the model's own. What is next to its step was subtracted from the budget for all variants."""
+    name, limit, least = method.name, refused.limit, None
+    if refused.least is not None:
+        least = refused.least.peak + first.beside
     if refused.timeout and not isinstance(method, Composed):
         return PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
                                f"it had; {refused.note or 'give it more, or another planner'}")
-    limit += refused.prepared.beside
+    limit += first.beside
     if isinstance(method, Composed):
         assert least is not None
         return InfeasibleBudget(

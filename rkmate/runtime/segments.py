@@ -237,11 +237,15 @@ class Call:
         """Leave gradients of outputs that were not planned for to the node of the planned ones, if it is
         going to run: then all of them go through one backward, in the original's order of additions. Return
         whether it is."""
-        node = self.outputs()
-        if self.begun == current_backward() or self.rerun is None or node is None or not is_asked_for(node):
+        if self.rerun is None or not self._is_to_come():
             return False
         self.joined = given
         return True
+
+    def _is_to_come(self) -> bool:
+        """Return whether the node of the planned outputs is going to run in the current backward."""
+        node = self.outputs()
+        return self.begun != current_backward() and node is not None and is_asked_for(node)
 
     def again(self) -> RerunState:
         """Return the data that a second run needs. Raises `BackwardError` if it was released."""
@@ -254,8 +258,9 @@ class Call:
 
     def let_go(self) -> None:
         """Forget the inputs when the backward is over, because the loss may live longer. With
-        retain_graph=True they stay, as autograd's own saved tensors do."""
-        if self.next > self.last and not keeps_graph():
+        retain_graph=True they stay, as autograd's own saved tensors do, and so they do for planned outputs
+        whose gradients are still to come."""
+        if self.next > self.last and not self._is_to_come() and not keeps_graph():
             self.rerun = self.kept = self.again_with_graph = None
 
 

@@ -71,6 +71,23 @@ def test_two_losses_from_one_output_work(trains: str, backward: Callable[..., An
             assert_equal(expected, step(model, module, twice), close=True)
 
 
+@pytest.mark.parametrize("trains", ["all", "left", "right"])
+def test_a_loss_of_both_outputs_goes_through_twice(trains: str) -> None:
+    """The gradient of an output that was not planned for comes first, and is not the end of the backward."""
+    def twice(model: nn.Module, out: Any) -> None:
+        loss = out["left"].sum() + out["right"].sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    model = Heads(dropout=0.2)
+    module = planned(model, torch.ones(4, 8), trains=trains)
+    expected = step(model, model, twice)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rkmate.RkmateWarning)
+        for _ in range(STEPS):
+            assert_equal(expected, step(model, module, twice), close=True)
+
+
 def test_a_graph_that_was_not_kept_serves_one_backward() -> None:
     model = Heads(dropout=0.2)
     module = planned(model, torch.ones(4, 8))

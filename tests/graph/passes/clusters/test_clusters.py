@@ -11,6 +11,7 @@ import functools
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from torch.nn import functional as F
 
 import rkmate
 from rkmate.device import inductor
+from rkmate.device.events import profiling
 from rkmate.graph.passes import fusion
 from rkmate.ir.cd import Cost
 from rkmate.measure import temporaries
 from rkmate.measure.settings import MeasureSettings
+from rkmate.pipeline.prepare import Prepared
 from rkmate.pipeline.settings import Settings
 from tests.capturing import captured_once
 from tests.equality import assert_same_step, fresh_inputs, measured_peak, trace_step
@@ -240,6 +243,35 @@ def test_a_budget_that_groups_do_not_meet_is_met_without_them(uncompiled: None, 
     assert more.variant == "plain" and more.fused
 
 
+def test_the_smallest_budget_is_met_where_a_group_needs_more_next_to_the_step(
+        uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that makes a buffer's new value and a result counts as a result of the buffer's old value."""
+    x = torch.randn(128, 16)
+    monkeypatch.setattr(Prepared, "beside", property(lambda p: 64 * (p.blocked.variant.name == "plain")))
+    options = options_of(costs="analytic", tiles="never", compile=True, progress=False)
+    with pytest.raises(rkmate.InfeasibleBudget) as error:
+        rkmate.plan(Heads(), (x,), budget=1, **options)
+    assert rkmate.plan(Heads(), (x,), budget=error.value.minimum_bytes, **options).variant == "uncompiled"
+
+
+def test_a_loss_of_other_outputs_while_a_step_is_measured(deterministic: None) -> None:
+    """The plan for it is made in the backward, where memory is being measured already."""
+    class Two(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            y = super().forward(x)
+            return y.sin() * 2, y.cos() + 1
+
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 8), Two(8, 8)
+    module = rkmate.wrap(copy.deepcopy(model), (x,), budget=1.0, progress=False, compile=True)
+    for k in (0, 1, 0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", rkmate.RkmateWarning)
+            module(x)[k].pow(2).sum().backward()
+        model(x)[k].pow(2).sum().backward()
+        torch.testing.assert_close(module.original.weight.grad, model.weight.grad)
+
+
 def test_a_saved_plan(uncompiled: None, tmp_path: Path) -> None:
     sample = layers()
     plan = wrap(sample, costs="analytic").plan
@@ -300,6 +332,9 @@ def test_counted_costs_know_what_a_group_takes(monkeypatch: pytest.MonkeyPatch) 
     costs = {0: Cost(1.0, 16), 1: Cost(1.0, 16)}
     found = temporaries.with_memory_of_groups([node, other], costs)
     assert found == {0: Cost(1.0, 2048), 1: Cost(1.0, 16)}
+    temporaries._bytes.cache_clear()
+    with profiling(), pytest.warns(rkmate.RkmateWarning, match="compiled groups cannot be measured now"):
+        assert temporaries.with_memory_of_groups([node, other], costs) == costs
     temporaries._bytes.cache_clear()
     fusion._loaded.cache_clear()
 
@@ -390,6 +425,7 @@ from torch import fx, nn
 from torch._dynamo.utils import counters
 import torch._inductor.codecache as codecache
 from rkmate.device import inductor
+from rkmate.device.events import profiling
 path, torchs_key = Path(sys.argv[1]), sys.argv[2]
 if torchs_key:
     codecache.torch_key = torchs_key.encode
