@@ -25,8 +25,8 @@ from rkmate.support.planning_lock import planning_lock
 logger = logging.getLogger("rkmate")
 
 MEASURED = 3
-"""The number of steps with plans that are measured at most, until one keeps to its budget."""
-LATER = 8
+"""The number of steps with plans that are measured at most, until one keeps to its budget; later, all are."""
+LATER = 2
 """After how many calls with plans a step is measured again; and after twice, four times as many and so on."""
 REFUSED = 3
 """The number of steps that are observed because a call had no room, at most: others keep their plans then."""
@@ -105,7 +105,9 @@ class FollowedParts(OneBudget):
         if followed is not None:
             self._to_measure -= not followed.only_looks
         if all_known and over <= 0:
-            self._peak, self._to_measure = peak or 0, 0
+            self._peak = peak or 0
+            # Later, several in a row: steps of two lengths may take turns.
+            self._to_measure *= self._calls >= LATER
         if any(row[3] for row in told):
             self._to_measure = MEASURED
             self._observe_again(found, budget, over, "" if peak else "up to about ")
@@ -137,8 +139,8 @@ class FollowedParts(OneBudget):
         self._over, peak = self._over + over, budget + over
         if self._to_measure:
             with contextlib.suppress(InfeasibleBudget):
-                logger.warning("A step of %s takes %s bytes with these plans: the budget is shared out again",
-                               self._type, f"{peak:,}")
+                logger.warning("A step of %s takes %s bytes with these plans, and the budget is %s: that is "
+                               "shared out again", self._type, f"{peak:,}", f"{budget:,}")
                 self._share(asked, budget - self._over)
                 return
         self._to_measure = 0

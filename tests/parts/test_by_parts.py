@@ -8,7 +8,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -500,6 +500,37 @@ def test_room_is_left_for_layers_that_the_observed_step_left_out() -> None:
         train(model, plainly, seed)
     assert planned_parts(model)
     assert max(peak(model, plainly, seed) for seed in seeds) <= budget
+
+
+def _in_turn(model: Stack, budget: float, steps: Sequence[Step], **options: Any) -> list[float]:
+    """Train with two steps in turn, within a share of the larger one's bytes. Returns what each takes then, as
+    shares of the budget."""
+    limit = int(budget * max(peak(copy.deepcopy(model), step, 1) for step in steps))
+    applied(model, limit, **options)
+    for k in range(12):
+        train(model, steps[k % 2], k)
+    return [peak(model, step, k) / limit for k, step in enumerate(steps)]
+
+
+def test_a_layer_without_a_plan_that_first_steps_leave_out_is_found_in_later_ones() -> None:
+    model = Stack([Layer() for _ in range(6)])
+    every = [*model.layers]
+
+    def step(count: int) -> Step:
+        def run(m: Any) -> torch.Tensor:
+            m.layers = nn.ModuleList([*m.layers, *every[len(m.layers):]][:count])
+            return plainly(m)
+        return run
+
+    assert max(_in_turn(model, 0.7, [step(5), step(6)], parts=("layers.[0-4]",))) <= 1
+
+
+def test_two_lengths_in_turn_keep_to_a_budget() -> None:
+    def step(rows: int) -> Step:
+        return lambda m: m(X[:rows], Y[:rows])
+
+    model = Stack([Looking(), *(Layer() for _ in range(6))])
+    assert max(_in_turn(model, 0.9, [step(96), step(128)])) <= 1
 
 
 class Slices(Stack):
