@@ -503,8 +503,8 @@ def test_room_is_left_for_layers_that_the_observed_step_left_out() -> None:
 
 
 def _in_turn(model: Stack, budget: float, steps: Sequence[Step], **options: Any) -> list[float]:
-    """Train with two steps in turn, within a share of the larger one's bytes. Returns what each takes then, as
-    shares of the budget."""
+    """Train with two steps in turn, within a share of the larger one's bytes. Returns what each takes then,
+    as shares of the budget."""
     limit = int(budget * max(peak(copy.deepcopy(model), step, 1) for step in steps))
     applied(model, limit, **options)
     for k in range(12):
