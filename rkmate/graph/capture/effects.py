@@ -21,7 +21,7 @@ from torch import nn
 
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.answers import Answer
-from rkmate.graph.capture.forward_code import MISSING, NUMBERS
+from rkmate.graph.capture.forward_code import MISSING, NUMBERS, line_that_assigns
 from rkmate.graph.capture.state import COUNTS, Assigned, Filled, Number
 from rkmate.graph.capture.structure import HeldByModule, Structure, take_apart
 from rkmate.torch_seam.containers import PLAIN, pytree, tensors_in
@@ -237,7 +237,8 @@ def _differs(name: str, assigned: Assigned, decides: bool) -> str:
         "Keep such state in a buffer (register_buffer), or pass it as an argument") if decides else (
         " (a time, or a number that is computed from the one before)",
         "Assign it outside of the forward, or keep it in a buffer (register_buffer)")
-    return (f"{name}: the forward assigns {assigned.path}, which is another value in each call{why}; a "
+    line = line_that_assigns(assigned.holder, assigned.name)
+    return (f"{name}: the forward assigns {assigned.path}{line}, which is another value in each call{why}; a "
             f"captured step would not repeat that. {instead}")
 
 

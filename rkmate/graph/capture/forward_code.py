@@ -93,6 +93,18 @@ class Read:
                                    or holds_numbers(v)})
 
 
+def line_that_assigns(holder: Any, name: str) -> str:
+    """Return where the forward of an object, or what that calls, assigns an attribute, for a message; empty
+    where nothing of the user's code does."""
+    for code in (c for f in functions_of(type(holder)) for c in _codes_in(f.__code__)):
+        lines, line = dict(dis.findlinestarts(code)), None
+        for instruction in dis.get_instructions(code):
+            line = lines.get(instruction.offset) or line
+            if instruction.opname == "STORE_ATTR" and instruction.argval == name:
+                return f" at {code.co_filename}:{line}"
+    return ""
+
+
 def functions_of(kind: type, held: Iterable[Any] = (), begin: Iterable[str] = ("forward",)
                  ) -> Iterator[FunctionType]:
     """Yield the functions of the user that the forward of a class may call by name: methods, global ones,
