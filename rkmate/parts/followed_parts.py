@@ -139,7 +139,7 @@ class FollowedParts(OneBudget):
         self._over, peak = self._over + over, budget + over
         if self._to_measure:
             with contextlib.suppress(InfeasibleBudget):
-                logger.warning("A step of %s takes %s bytes with these plans, and the budget is %s: that is "
+                logger.warning("A step of %s takes %s bytes with these plans, and may take %s: the budget is "
                                "shared out again", self._type, f"{peak:,}", f"{budget:,}")
                 self._share(asked, budget - self._over)
                 return
