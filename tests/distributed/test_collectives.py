@@ -396,7 +396,7 @@ def _slowed(rank: int) -> dict[str, Any]:
         if rank == 1:
             Timings.seconds = lambda self, key: (  # type: ignore[method-assign]
                 1.0 if "gelu" in str(key) else 10 * seconds(self, key))
-        for rows in range(40, 46):
+        for rows in range(40, 60):
             net = _Net(_detached)
             net.blocks = net.blocks[:1]
             planned = rkmate.wrap(net, (torch.randn(rows, 32),), budget=0.7, progress=False,
@@ -650,7 +650,7 @@ def test_ranks_agree_on_what_an_unusual_loss_takes(found: Found) -> None:
 def test_a_slow_rank_follows_the_same_plans(found: Found) -> None:
     for rank in found["slowed"]:
         assert "failed" not in rank, rank["failed"]
-        assert rank["times"] == 6 and rank["equal"]
+        assert rank["times"] == 20 and rank["equal"]
         assert 1.0 in rank["slowest"]           # a variant without that operation may be taken instead
 
 

@@ -27,9 +27,14 @@ pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distr
 QUICK = Settings(costs="analytic", options=OptionSettings(grid=(6, 6), time_limit=0.5, block_limit=1.0),
                  planner=PlannerSettings(save_set_seconds=0.2, first_seconds=0.2, smallest_seconds=0.0))
 MICROBATCHES, STEPS, WIDTH = 4, 5, 64
-ONE_BUDGET = "interleaved", "sharded"
+SCHEDULES = {"1F1B": "Schedule1F1B", "GPipe": "ScheduleGPipe", "interleaved": "ScheduleInterleaved1F1B",
+             "sharded": "ScheduleInterleaved1F1B", "looped": "ScheduleLoopedBFS",
+             "ZBV": "ScheduleZBVZeroBubble", "zero bubble": "ScheduleInterleavedZeroBubble"}
+ONE_STAGE, SPLIT = ("1F1B", "GPipe"), ("ZBV", "zero bubble")
+ONE_BUDGET = "interleaved", "sharded", "looped"
 """Kinds of steps with two stages on a rank, which share a budget."""
-KINDS = ("1F1B", *ONE_BUDGET, *(() if torch.__version__.startswith(("2.11.", "2.12.")) else ("ZBV",)))
+KINDS = [kind for kind in SCHEDULES
+         if not (kind in SPLIT and torch.__version__.startswith(("2.11.", "2.12.")))]
 """Before torch 2.13, torch cannot split the backward of a function that is written in Python."""
 
 
@@ -51,30 +56,25 @@ def _stage(number: int, kind: str) -> nn.Sequential:
 def _trained(rank: int, kind: str, budget: float | int | None) -> tuple[list[torch.Tensor], int, int]:
     """Return losses and gradients of steps, the peak of the last, and the budget of the rank's stages.
     `budget`: of a rank whose calls are counted, in bytes; or a share for each stage."""
-    from torch.distributed.pipelining import (
-        PipelineStage,
-        Schedule1F1B,
-        ScheduleInterleaved1F1B,
-        ScheduleZBVZeroBubble,
-    )
+    from torch.distributed import pipelining
     from torch.distributed.tensor import DTensor
 
-    mine = {"1F1B": [rank], "ZBV": [rank, 3 - rank]}.get(kind, [rank, 2 + rank])
+    mine = [rank] if kind in ONE_STAGE else [rank, 3 - rank if kind == "ZBV" else 2 + rank]
     count = 2 * len(mine)
     models = [_stage(k, kind) for k in mine]
     x = torch.randn(32, 16, WIDTH, generator=torch.Generator().manual_seed(0))
     runs: list[Any] = models
-    if budget is not None and kind == "1F1B":
+    if budget is not None and kind in ONE_STAGE:
         runs = [rkmate.apply(m, budget=budget, progress=False, settings=QUICK) for m in models]
     elif budget is not None and kind in ONE_BUDGET:
         runs = [*rkmate.apply(nn.ModuleList(models), budget=budget, progress=False, settings=QUICK)]
     elif budget is not None:
         runs = [rkmate.wrap(m, (x[:8].clone().requires_grad_(k > 0),), budget=budget, calls=MICROBATCHES,
                             progress=False, settings=QUICK) for k, m in zip(mine, models, strict=True)]
-    stages = [PipelineStage(run, k, count, torch.device("cpu"), input_args=(x[:8],))
+    stages = [pipelining.PipelineStage(run, k, count, torch.device("cpu"), input_args=(x[:8],))
               for k, run in zip(mine, runs, strict=True)]
-    schedule = {"1F1B": Schedule1F1B, "ZBV": ScheduleZBVZeroBubble}.get(kind, ScheduleInterleaved1F1B)
-    steps = schedule(stages[0] if kind == "1F1B" else stages, n_microbatches=MICROBATCHES,
+    schedule = getattr(pipelining, SCHEDULES[kind])
+    steps = schedule(stages[0] if kind in ONE_STAGE else stages, n_microbatches=MICROBATCHES,
                      loss_fn=nn.functional.mse_loss)
     parameters = [p for m in models for p in m.parameters()]
     found: list[torch.Tensor] = []
@@ -98,7 +98,7 @@ def _trained(rank: int, kind: str, budget: float | int | None) -> tuple[list[tor
                   *((g.to_local() if isinstance(g, DTensor) else g).clone() for g in grads)]
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    return found, peak, 0 if budget is None else int(budget) if kind != "ZBV" else \
+    return found, peak, 0 if budget is None else int(budget) if kind not in SPLIT else \
         sum(run.plan.budget_bytes for run in runs)
 
 
@@ -106,7 +106,7 @@ def _compared(rank: int, kind: str) -> dict[str, Any]:
     plain, before, _ = _trained(rank, kind, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error", rkmate.RkmateWarning)
-        mine, after, budget = _trained(rank, kind, int(0.65 * before) if kind != "ZBV" else 0.6)
+        mine, after, budget = _trained(rank, kind, int(0.65 * before) if kind not in SPLIT else 0.6)
     return {"equal": len(mine) == len(plain) and all(map(torch.equal, mine, plain)), "before": before,
             "after": after, "budget": budget}
 
