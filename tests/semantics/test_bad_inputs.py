@@ -204,7 +204,7 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "nested input": (C, "is nested", lambda: _wrap(args=(torch.nested.nested_tensor(
         [X, X[:2]], layout=torch.jagged),))),
     "a generator of its own": (C, r"generator=torch.* outside of the forward", lambda: _wrap(_Drawing(8, 8))),
-    "a time": (C, r"assigns times, .*\(a time, or", lambda: _wrap(_Timed(8, 8))),
+    "a time": (C, r"assigns times at .*\(a time, or", lambda: _wrap(_Timed(8, 8))),
     "a branch in a submodule": (C, "plans the parts of such a model", lambda: rkmate.plan(
         nn.Sequential(nn.Linear(8, 8), _Asserting(8, 8)), (X,), budget=0.5)),
     "packed sequence": (C, "lengths of a packed sequence", lambda: _wrap(
