@@ -383,16 +383,10 @@ class Parts(FollowedParts):
         told = self._one.told(left, most <= budget, most <= NEAR * budget)
         fits, near = (all(row[k] for row in told) for k in (1, 2))
         is_near, places = self.active and not self.planned and asked.is_estimate and near, asked.places
-        own, asked = asked, asked.with_more_outside(left - min(row[0] for row in told))
         planner = "" if fits or is_near else self.planning.planner
         try:
             with self._one.refusals():
-                try:
-                    shared = asked.shared_out(self._shared_out, budget, planner if asked is own else "")
-                except InfeasibleBudget:
-                    if asked is own:
-                        raise
-                    asked, shared = own, own.shared_out(self._shared_out, budget, planner)
+                asked, shared = self._shared_alike(asked, left - min(row[0] for row in told), budget, planner)
         except InfeasibleBudget:
             if not fits and not is_near:
                 raise
@@ -421,6 +415,15 @@ class Parts(FollowedParts):
             if kind.part is not None:
                 kind.part.traced, kind.given = replace(kind.part.traced, tensors={}), None
         return True
+
+    def _shared_alike(self, asked: Asked, more: int, budget: int, planner: str) -> tuple[Asked, Shared]:
+        """Share a budget out with more bytes outside of all plans, where that keeps the bits; without them
+        otherwise."""
+        if more:
+            with contextlib.suppress(InfeasibleBudget):
+                larger = asked.with_more_outside(more)
+                return larger, larger.shared_out(self._shared_out, budget, "")
+        return asked, asked.shared_out(self._shared_out, budget, planner)
 
     def _nothing_worth(self, step: ObservedStep) -> None:
         """No part of the step is worth a plan."""

@@ -25,7 +25,8 @@ from rkmate.support.planning_lock import planning_lock
 logger = logging.getLogger("rkmate")
 
 MEASURED = 3
-"""The number of steps with plans that are measured at most, until one keeps to its budget; later, all are."""
+"""The number of steps with plans that are measured in a row, at most: before `LATER`, until one keeps to its
+budget."""
 LATER = 2
 """After how many calls with plans a step is measured again; and after twice, four times as many and so on."""
 REFUSED = 3
@@ -106,8 +107,8 @@ class FollowedParts(OneBudget):
             self._to_measure -= not followed.only_looks
         if all_known and over <= 0:
             self._peak = peak or 0
-            # Later, several in a row: steps of two lengths may take turns.
-            self._to_measure *= self._calls >= LATER
+            if self._calls < LATER:         # later ones are measured all: two lengths may take turns
+                self._to_measure = 0
         if any(row[3] for row in told):
             self._to_measure = MEASURED
             self._observe_again(found, budget, over, "" if peak else "up to about ")

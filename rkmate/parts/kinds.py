@@ -195,7 +195,7 @@ class Asked:
     def with_more_outside(self, more: int) -> Asked:
         """Return the same with more bytes outside of all plans, at each moment."""
         beside, alone, early, _ = (size + more for size in self.rest.figures)
-        return self if not more else replace(
+        return replace(
             self, rest=self.rest._replace(beside=beside, alone=alone, early=early),
             moments=[replace(m, bytes=m.bytes + more) for m in self.moments])
 

@@ -171,10 +171,10 @@ class Refused:
     measured: bool = True
     """Whether its costs are known."""
 
-    @property
-    def named(self) -> int | None:
-        """The smallest budget that is met, in bytes, where it is known."""
-        return None if self.least is None else self.least.peak + self.prepared.beside
+    def named(self, first: Prepared) -> int | None:
+        """Return the smallest budget that is met, in bytes, where it is known. `first`: the first variant:
+        what is next to its step is subtracted from the budget for all variants."""
+        return None if self.least is None else self.least.peak + first.beside
 
 
 def refused_at_once(prepared: Prepared, method: Planner, limit: int) -> Refused | None:
@@ -245,10 +245,8 @@ def _with_least(refused: Refused, method: Planner) -> Refused:
 
 def _error_of(refused: Refused, method: Planner, first: Prepared) -> Exception:
     """Return the error for a budget for which a planner has no schedule. `first`: the first variant, whose
-    step is the model's own. What is next to its step was subtracted from the budget for all variants."""
-    name, limit, least = method.name, refused.limit, None
-    if refused.least is not None:
-        least = refused.least.peak + first.beside
+    step is the model's own."""
+    name, limit, least = method.name, refused.limit, refused.named(first)
     if refused.timeout and not isinstance(method, Composed):
         return PlanningTimeout(f"{name} found no schedule within {limit:,} bytes in the time "
                                f"it had; {refused.note or 'give it more, or another planner'}")
@@ -257,7 +255,8 @@ def _error_of(refused: Refused, method: Planner, first: Prepared) -> Exception:
         assert least is not None
         return InfeasibleBudget(
             f"no schedule fits in {limit:,} bytes; the smallest budget that rockmate always meets is "
-            f"{least:,} bytes ({share_of(first, least)}){_wished(refused)}{_with_room(refused)}", least)
+            f"{least:,} bytes ({share_of(first, least)}){_wished(refused)}"
+            f"{_with_room(refused, least)}", least)
     if least is None:
         return ArgumentError(f"planner is {name!r}, which has no schedule for this model at "
                              f"any budget: {refused.note or 'take another one'}")
@@ -272,11 +271,12 @@ def _wished(refused: Refused) -> str:
     return f", with {', '.join(words[:4])}{', ...' if len(words) > 4 else ''}" if words else ""
 
 
-def _with_room(refused: Refused) -> str:
-    """Return what an error says about room for a loss outside of the model, where much is left for one."""
+def _with_room(refused: Refused, least: int) -> str:
+    """Return what an error says about room for a loss outside of the model, where much is left for one.
+    `least`: the smallest budget."""
     room = refused.prepared.graph.reserve_at_loss
     if refused.prepared.settings.loss_bytes is not None or room < max(
-            LARGE_ROOM * (refused.named or 0), 2 * LOSS_SCALARS):
+            LARGE_ROOM * least, 2 * LOSS_SCALARS):
         return ""
     return (f". Of these, {room:,} are left for a loss of all outputs, outside of the model: "
             "rkmate.Settings(trains=...) names the outputs that the loss is computed from, and "
@@ -288,12 +288,14 @@ def error_of_all(refused: Sequence[Refused], method: Planner) -> tuple[Exception
     Variants that cannot name a smaller one are not examined. `refused`: the first variant's refusal, then the
     others'."""
     found: list[Refused] = []
+    first = refused[0].prepared
     for one in sorted(refused, key=lambda r: bytes_of_any(r.prepared)):
-        named = [r.named for r in found if r.named is not None]
+        named = [n for r in found if (n := r.named(first)) is not None]
         if not named or bytes_of_any(one.prepared) < min(named):
             found.append(_with_least(one, method))
-    least = min((r for r in found if r.named is not None), key=lambda r: r.named or 0, default=found[0])
-    return _error_of(least, method, refused[0].prepared), least
+    least = min((r for r in found if r.least is not None), key=lambda r: r.named(first) or 0,
+                default=found[0])
+    return _error_of(least, method, first), least
 
 
 # -- Refusals before anything is measured ----------------------------------------------------------

@@ -165,16 +165,15 @@ class PlanCache:
     def _make(self, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
               ranks: Ranks | None) -> Specialization:
         """Plan for a new signature. `ranks`: those that make one plan for it; None: this process alone."""
-        if not self.kept.has_flags(key.flags):
-            with refusals_told(lambda: self._described(args, kwargs)):
-                refuse_what_cannot_repeat(self.model, args, kwargs,
-                                          hooks_outside=self.planning.hooks_outside)
-        self.kept.warn_of_changes(key)
         start, others, budget = time.perf_counter(), self.kept.of_other_sizes(key), self.planning.budget
         members = members_for(key, [s.member for s in others])
-        derived, recording = derive(self.model, args, kwargs, key, members)
         like = None if plan is not None else self._prototype(key)
         with refusals_told(lambda: self._described(args, kwargs)):
+            if not self.kept.has_flags(key.flags):
+                refuse_what_cannot_repeat(self.model, args, kwargs,
+                                          hooks_outside=self.planning.hooks_outside)
+            self.kept.warn_of_changes(key)
+            derived, recording = derive(self.model, args, kwargs, key, members)
             traced = like.traced if like is not None else trace(
                 self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
         captured = traced.capture

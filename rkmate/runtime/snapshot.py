@@ -126,13 +126,11 @@ def by_content(value: Any, above: frozenset[int] = frozenset()) -> Any:
     """
     if isinstance(value, SCALARS):
         return type(value), value
-    if id(value) in above:
+    if id(value() if isinstance(value, weakref.ref) else value) in above:
         return "itself"
     if isinstance(value, (*FUNCTIONS, nn.Module, torch.Tensor)):
         return by_value(value)
     above = above | {id(value)}
-    if isinstance(value, weakref.ref):          # its hash is that of what it refers to
-        return type(value), by_content(value(), above)
     content, state = _parts_of(value, above), attributes_in(value)
     if content is None and (not state or _says_what_it_equals(value)):
         try:

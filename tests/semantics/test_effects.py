@@ -224,6 +224,22 @@ def test_numbers_that_a_forward_counts_in_a_container_are_refused(way: str) -> N
     assert (model.seen, model.of_class) == before and not model.first
 
 
+def test_a_flag_that_a_first_call_makes_is_no_number() -> None:
+    class Begins(nn.Linear):
+        state: dict[str, bool]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state["again"] = "again" in self.state
+            return super().forward(x)
+
+    model = Begins(4, 4)
+    model.state = {}
+    module = planned(model, torch.randn(2, 4))
+    for _ in range(2):
+        module(torch.randn(2, 4)).sum().backward()
+    assert model.state == {"again": True}
+
+
 class Flags(nn.Module):
     """Sets flags, and leaves what its layer has made, next to a number that it reads."""
 

@@ -34,7 +34,6 @@ from rkmate.graph.capture.effects import (
     repeated,
     told_apart,
 )
-from rkmate.graph.capture.forward_code import line_that_assigns
 from rkmate.graph.capture.hidden import Hidden
 from rkmate.graph.capture.opaque import Opaque, with_opaque
 from rkmate.graph.capture.refusals import (
@@ -282,7 +281,7 @@ def _not_repeated(model: nn.Module, assigned: Sequence[Assigned], collected: Seq
     lists and dictionaries."""
     names = ", ".join(dict.fromkeys([*(a.path for a in assigned[:5]),
                                      *(c.filled.path for c in collected[:5])]))
-    line = line_that_assigns(assigned[0].holder, assigned[0].name) if assigned else ""
+    line = assigned[0].line if assigned else ""
     what, instead = f"assigns {names}{line}", "Keep such state in a buffer (register_buffer), or return it."
     if any(a.name == HOOKED for a in assigned):
         what = f"registers backward hooks on its modules ({names})"

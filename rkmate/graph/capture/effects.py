@@ -21,7 +21,7 @@ from torch import nn
 
 from rkmate.errors import CaptureError
 from rkmate.graph.capture.answers import Answer
-from rkmate.graph.capture.forward_code import MISSING, NUMBERS, line_that_assigns
+from rkmate.graph.capture.forward_code import MISSING, NUMBERS
 from rkmate.graph.capture.state import COUNTS, Assigned, Filled, Number
 from rkmate.graph.capture.structure import HeldByModule, Structure, take_apart
 from rkmate.torch_seam.containers import PLAIN, pytree, tensors_in
@@ -237,9 +237,8 @@ def _differs(name: str, assigned: Assigned, decides: bool) -> str:
         "Keep such state in a buffer (register_buffer), or pass it as an argument") if decides else (
         " (a time, or a number that is computed from the one before)",
         "Assign it outside of the forward, or keep it in a buffer (register_buffer)")
-    line = line_that_assigns(assigned.holder, assigned.name)
-    return (f"{name}: the forward assigns {assigned.path}{line}, which is another value in each call{why}; a "
-            f"captured step would not repeat that. {instead}")
+    return (f"{name}: the forward assigns {assigned.path}{assigned.line}, which is another value in each "
+            f"call{why}; a captured step would not repeat that. {instead}")
 
 
 def _values(value: Any) -> list[Any]:
@@ -262,7 +261,8 @@ def collected_again(effects: Effects, again: Effects) -> Effects | None:
         one, constants = c.filled, c.filled.constants()
         before = one.changes()
         if not c.at and isinstance(one.held, dict) and any(
-                one.held.get(k, v) != v for k, v in constants.items() if isinstance(v, NUMBERS)):
+                one.held.get(k, v) != v for k, v in constants.items()
+                if isinstance(v, NUMBERS) and not isinstance(v, bool)):
             raise CaptureError(f"the forward counts in {one.path} under a key that its first call makes; a "
                                "captured step would not repeat that. Set it to 0 outside of the forward")
         if then is None:

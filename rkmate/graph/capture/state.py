@@ -28,6 +28,7 @@ from rkmate.graph.capture.forward_code import (
     Place,
     functions_of,
     globals_of,
+    line_that_assigns,
     stores_of,
     variables_around,
 )
@@ -62,6 +63,11 @@ class Assigned:
     def place(self) -> Place:
         """The attribute, as a name in its holder's dictionary."""
         return Place(self.holder.__dict__, self.name)
+
+    @property
+    def line(self) -> str:
+        """Where the forward assigns it, for a message (`line_that_assigns`)."""
+        return line_that_assigns(self.holder, self.name)
 
     def repeat(self) -> None:
         """Assign it again; with zeros in the place of traced tensors."""

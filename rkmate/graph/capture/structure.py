@@ -272,13 +272,15 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy. Raises `CaptureError` for an object that has none."""
     try:
         # A dictionary that looks for attributes among its keys may say that it has none in its own way.
-        for held in reversed(objects_in(value)):
+        objects = objects_in(value)
+        for held in reversed(objects):
             if isinstance(held, dict) and hasattr(type(held), "__getattr__"):
                 new = memo[id(held)] = type(held).__new__(type(held))
                 vars(new).update(copy.deepcopy(vars(held), memo))
                 dict.update(new, {k: copy.deepcopy(v, memo) for k, v in held.items()})
         copied = copy.deepcopy(value, memo)
-        for held in objects_in(copied):         # weak references between copied objects
+        # Weak references between objects lead to the copies.
+        for held in objects_in(copied) if any(type(o) is weakref.ref for o in objects) else ():
             for name, v in [*getattr(held, "__dict__", {}).items()]:
                 if type(v) is weakref.ref and id(v()) in memo:
                     held.__dict__[name] = weakref.ref(memo[id(v())])

@@ -40,7 +40,7 @@ class Part(Result):
     overlaps: bool = False
     """Whether the tiles' parts overlap, and are added up there."""
     strides: tuple[int, ...] | None = None
-    """Those of the value that it replaces; None for a contiguous result."""
+    """Strides of the value that it replaces; None for a contiguous result."""
 
     @property
     def is_sum(self) -> bool:
