@@ -8,6 +8,7 @@ import itertools
 import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,6 +184,41 @@ def test_counts_that_nothing_reads_are_what_they_are_without_a_plan(way: str) ->
             run(x).sum().backward()
         assert budget is None or len(run._plans) == 1
         return _noted(model)
+
+    assert counted(None) == counted(1.0)
+
+
+def _add_one(held: Any) -> None:
+    """Count one call in a list, a dictionary or an object."""
+    if isinstance(held, list):
+        held.append(1)
+    elif isinstance(held, dict):
+        held["calls"] = held.get("calls", 0) + 1
+    else:
+        held.calls += 1
+
+
+@pytest.mark.filterwarnings("ignore::rkmate.RkmateWarning")
+@pytest.mark.parametrize(("kind", "first"), [
+    (Counter, False), (dict, False), (list, False), (partial(SimpleNamespace, calls=3), False), (dict, True)])
+def test_counts_in_what_the_first_call_makes_are_what_they_are_without_a_plan(kind: Any, first: bool) -> None:
+    """`first`: whether the dictionary is there before, and only its key is made."""
+    class Lazy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if getattr(self, "held", None) is None:
+                self.held = self.same = kind()
+            _add_one(self.held)
+            return super().forward(x)
+
+    def counted(budget: float | None) -> Any:
+        model, x = Lazy(4, 4), torch.ones(2, 4)
+        if first:
+            model.held = kind()
+        run = model if budget is None else rkmate.wrap(model, (x,), budget=budget, progress=False)
+        for _ in range(4):
+            run(x).sum().backward()
+        assert budget is None or len(run._plans) <= 2
+        return model.held
 
     assert counted(None) == counted(1.0)
 

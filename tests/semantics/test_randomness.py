@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributions, nn
@@ -114,14 +117,13 @@ def test_a_draw_of_another_thread_within_a_replay_is_noticed() -> None:
 def test_draws_of_python_and_numpy_are_refused() -> None:
     class Coin(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            import random
-            return super().forward(x) * (2 if random.random() < 0.5 else 1)
+            return super().forward(x) * (2 if random.random() + np.random.rand() < 1 else 1)
 
-    import random
-    state = random.getstate()
-    with pytest.raises(rkmate.CaptureError, match="draws from random"):
+    states = random.getstate(), np.random.get_state()[2]
+    line = rf"{re.escape(__file__)}:{Coin.forward.__code__.co_firstlineno + 1}"
+    with pytest.raises(rkmate.CaptureError, match=f"draws from random at {line} and numpy.random at {line};"):
         planned(Coin(4, 4), torch.randn(2, 4))
-    assert random.getstate() == state
+    assert states == (random.getstate(), np.random.get_state()[2])
 
 
 def test_generators_of_the_user_are_refused() -> None:

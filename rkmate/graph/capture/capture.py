@@ -34,11 +34,13 @@ from rkmate.graph.capture.effects import (
     repeated,
     told_apart,
 )
-from rkmate.graph.capture.hidden import Hidden
+from rkmate.graph.capture.forward_code import MISSING
+from rkmate.graph.capture.hidden import Hidden, hidden_in
 from rkmate.graph.capture.opaque import Opaque, with_opaque
 from rkmate.graph.capture.refusals import (
     explained,
     is_data_dependent,
+    name_line,
     refuse_mixed_types,
     refuse_sparse,
 )
@@ -246,6 +248,8 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         # forward does not read what it keeps.
         collected, numbers = result.effects.collected, [(n, n.place.read()) for n in before.numbers_left()]
         hidden = before.hidden_changes()
+        made = [(a, [*hidden_in(a.path, a.new, set(), inside=True)]) for a in assigned
+                if isinstance(a.holder, nn.Module) and (a.old is MISSING or a.old is None)]
         if collected or numbers or hidden or not all(is_completed(a.holder, a.name, a.old) for a in assigned):
             effects = _repeated(result, model, args, kwargs, start, assigned, numbers, hidden)
         else:
@@ -257,8 +261,11 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         counts = counted(type(model).__name__, numbers, bool(assigned or collected) or effects is not None)
         if effects is None:
             raise _not_repeated(model, assigned, collected)
-        # What only the first forward assigns is assigned now; in a module it may say that hooks were added.
         written = {w.assigned.place.key for w in effects.attributes}
+        for a, states in made:
+            if a.place.key not in written and any(h.has_changed() for h in states):
+                raise _not_repeated(model, [a], ())         # made by the first forward, changed by each
+        # What only the first forward assigns is assigned now; in a module it may say that hooks were added.
         kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)
                 and a.place.key not in written]
         found = replace(result, assigned=tuple(kept), effects=replace(effects, numbers=counts), program="")
@@ -453,7 +460,10 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value
             assert structure is not None
         except (ClosedOverError, OwnBackwardError) as error:
             raise explained(model, args, kwargs, error) from error
-        except (ArgumentError, CaptureError, KeyboardInterrupt):
+        except CaptureError as error:
+            name_line(model, error)
+            raise
+        except (ArgumentError, KeyboardInterrupt):
             raise
         except Exception as error:
             raise explained(model, args, kwargs, error, program) from error

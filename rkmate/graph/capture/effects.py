@@ -25,6 +25,7 @@ from rkmate.graph.capture.forward_code import MISSING, NUMBERS
 from rkmate.graph.capture.state import COUNTS, Assigned, Filled, Number
 from rkmate.graph.capture.structure import HeldByModule, Structure, take_apart
 from rkmate.torch_seam.containers import PLAIN, pytree, tensors_in
+from rkmate.torch_seam.patches.modules import MadeByFirstCall
 from rkmate.torch_seam.tensors import storage_id
 
 Tensors = Sequence[Any]
@@ -263,8 +264,8 @@ def collected_again(effects: Effects, again: Effects) -> Effects | None:
         if not c.at and isinstance(one.held, dict) and any(
                 one.held.get(k, v) != v for k, v in constants.items()
                 if isinstance(v, NUMBERS) and not isinstance(v, bool)):
-            raise CaptureError(f"the forward counts in {one.path} under a key that its first call makes; a "
-                               "captured step would not repeat that. Set it to 0 outside of the forward")
+            raise MadeByFirstCall(f"the forward counts in {one.path} under a key that its first call makes; "
+                                  "a captured step would not repeat that. Set it to 0 outside of the forward")
         if then is None:
             if isinstance(one.held, list) and not tensors_in(before):
                 continue                # a first call puts values there

@@ -105,6 +105,27 @@ def line_that_assigns(holder: Any, name: str) -> str:
     return ""
 
 
+def line_that_draws(kinds: Iterable[type], generator: object) -> str:
+    """Return where the forwards of some classes, or what they call, call a method of a generator of Python's
+    or NumPy's by a global name (``random.random``, ``np.random.rand``), for a message; empty where none
+    does."""
+    for function in (f for kind in dict.fromkeys(kinds) for f in functions_of(kind)):
+        for code in _codes_in(function.__code__):
+            lines, line = dict(dis.findlinestarts(code)), None
+            value: Any = None
+            for instruction in dis.get_instructions(code):
+                line = lines.get(instruction.offset) or line
+                if instruction.opname == "LOAD_GLOBAL":
+                    value = function.__globals__.get(instruction.argval)
+                elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
+                    value = getattr(value, instruction.argval, None)
+                else:
+                    continue
+                if getattr(value, "__self__", None) is generator:
+                    return f" at {code.co_filename}:{line}"
+    return ""
+
+
 def functions_of(kind: type, held: Iterable[Any] = (), begin: Iterable[str] = ("forward",)
                  ) -> Iterator[FunctionType]:
     """Yield the functions of the user that the forward of a class may call by name: methods, global ones,

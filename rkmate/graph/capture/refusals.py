@@ -351,6 +351,14 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     return CaptureError(f"{type(model).__name__} cannot be captured{place}: {found}{stop}{way}")
 
 
+def name_line(model: nn.Module, error: CaptureError) -> None:
+    """Add the line of the model's source to the message of an error that a traced forward has raised, unless
+    it names one."""
+    place = place_of(error, None) or place_in(getattr(error, "stack", ""))
+    if place and not re.search(r"\.py:\d", str(error)):
+        error.args = f"{type(model).__name__} cannot be captured{place}: {error}", *error.args[1:]
+
+
 def refuse_sparse(model: nn.Module, graph: fx.Graph) -> None:
     """Raise for a traced forward that computes with tensors of another layout than the dense one."""
     for node in graph.nodes:

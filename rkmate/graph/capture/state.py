@@ -29,6 +29,7 @@ from rkmate.graph.capture.forward_code import (
     functions_of,
     globals_of,
     line_that_assigns,
+    line_that_draws,
     stores_of,
     variables_around,
 )
@@ -484,16 +485,19 @@ class HostDraws:
 
     def refuse_change(self, model: nn.Module) -> None:
         """Raise when the forward has drawn from one of them: a captured step would repeat the draw."""
-        drew = []
+        drew: dict[str, Any] = {}
         if random.getstate() != self._python:
-            drew.append("random")
+            drew["random"] = random.random
         if self._numpy is not None:
-            now = sys.modules["numpy"].random.get_state()
+            numpys = sys.modules["numpy"].random
+            now = numpys.get_state()
             if now[2:] != self._numpy[2:] or (now[1] != self._numpy[1]).any():
-                drew.append("numpy.random")
+                drew["numpy.random"] = numpys.rand
         if drew:
+            kinds = [type(m) for m in model.modules()]
+            where = [f"{name}{line_that_draws(kinds, call.__self__)}" for name, call in drew.items()]
             raise CaptureError(
-                f"{type(model).__name__}: the forward draws from {' and '.join(drew)}; a captured "
+                f"{type(model).__name__}: the forward draws from {' and '.join(where)}; a captured "
                 "step would repeat the draw of its trace. Draw with torch (torch.rand), which is "
                 "part of the step.")
 
@@ -522,14 +526,16 @@ class BuffersAndDraws:
 
 def complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run a forward, as its first call may make what later ones read (tables, say): that stays. Its random
-    draws, what it writes to buffers, and what it counts up, do not. Raises `CaptureError` where it resizes a
-    buffer, or where a second call returns something else, or writes to a buffer that the first has made."""
+    draws, what it writes to buffers, and what it counts up, do not: a list or dictionary that it makes stays
+    as it is made. Raises `CaptureError` where it resizes a buffer, or where a second call returns something
+    else, or writes to a buffer that the first has made."""
     tensors, structure = take_apart((args, kwargs), result=False)
     before = [(name, t, t.detach().clone()) for name, t in model.named_buffers()]
     numbers = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if type(v) in (int, float)]
     results: list[list[torch.Tensor]] = []
     counted: list[list[Any]] = []
-    for _ in range(2):
+    held: list[Hidden] = []
+    for n in range(2):
         with unchanged_random_state(*devices.in_use()), torch.no_grad(), without_collectives():
             given, named = structure.fill([t.detach().clone() for t in tensors])
             try:
@@ -541,11 +547,18 @@ def complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                     t.copy_(value)
         counted.append([vars(m).get(k) for m, k, _ in numbers])
         results[-1] += [t.detach().clone() for _, t in model.named_buffers()]
+        if not n:
+            seen = set[int]()
+            held = [h for m in model.modules() for k, v in vars(m).items() if k not in REGISTRIES
+                    for h in hidden_in(k, v, seen, inside=True)]
     if len(results[0]) != len(results[1]) or not all(map(torch.equal, *results)):
         raise CaptureError("a second call returns something else")
     for (m, k, v), first, second in zip(numbers, *counted, strict=True):
         if first != second:
             vars(m)[k] = v
+    for h in held:
+        if h.has_changed():
+            h.set_back()
 
 
 def resizes(model: nn.Module, name: str) -> str:

@@ -86,8 +86,8 @@ def new_buffers_as_writes(model: nn.Module) -> Iterator[None]:
 
 
 class MadeByFirstCall(CaptureError):
-    """A forward has registered what was not there (a buffer, a parameter under another name, a submodule), or
-    has frozen or thawed a parameter."""
+    """A forward has registered what was not there (a buffer, a parameter under another name, a submodule),
+    has frozen or thawed a parameter, or counts under a key that was not there."""
 
     learns = False
     """Whether what it has made leads to parameters."""

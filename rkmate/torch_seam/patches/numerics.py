@@ -398,6 +398,9 @@ up."""
 class ChecksByValue(CaptureError):
     """An operation checks the values of its result."""
 
+    stack = ""
+    """The stack of the operation's call in the model's source, as text; empty where it is not known."""
+
 
 @contextmanager
 def checks_by_value_refused(model: nn.Module) -> Iterator[None]:
@@ -411,7 +414,9 @@ def checks_by_value_refused(model: nn.Module) -> Iterator[None]:
         if id(func) not in _CHECKS:
             return
         if func is aten._linalg_check_errors.default:
-            raise ChecksByValue(f"{type(model).__name__} uses an operation that {CHECKS_BY_VALUE}")
+            error = ChecksByValue(f"{type(model).__name__} uses an operation that {CHECKS_BY_VALUE}")
+            error.stack = "\n".join(torch.fx.traceback.format_stack())
+            raise error
         raise ValueError("data-dependent check of values")
 
     with fake_operations_seen(look):
