@@ -216,9 +216,9 @@ def test_numbers_that_a_forward_counts_in_a_container_are_refused(way: str) -> N
     model = Counts(way)
     before = copy.copy(model.seen), copy.copy(model.of_class)
     importlib.import_module("transformers")         # an export is tried in a second way then
-    with pytest.raises(rkmate.CaptureError, match=r"the numbers in (seen|Counts)|s seen|in first under"):
+    with pytest.raises(rkmate.CaptureError, match=r"the numbers in (seen|Counts)|s seen"):
         planned(model, torch.randn(2, 4))
-    assert (model.seen, model.of_class) == before and not model.first
+    assert (model.seen, model.of_class) == before
 
 
 def test_a_flag_that_a_first_call_makes_is_no_number() -> None:

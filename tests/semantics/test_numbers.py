@@ -235,13 +235,13 @@ def test_notes_that_differ_from_call_to_call_are_refused(way: str, why: str) -> 
 
 
 @pytest.mark.parametrize("asks", [lambda n: n * 2 > 8, lambda n: 5 - n < 1, lambda n: int(n) & 3 == 3])
-@pytest.mark.parametrize("place", ["attribute", "float", "dictionary", "class", "global"])
+@pytest.mark.parametrize("place", ["attribute", "float", "dictionary", "new key", "class", "global"])
 def test_counts_that_decide_in_a_later_call_are_refused(place: str, asks: Any) -> None:
     """In the calls that are traced, they decide as in the first one."""
     class Turns(nn.Linear):
         def __init__(self) -> None:
             super().__init__(4, 4)
-            self.calls, self.sum, self.stats = 0, 0.0, {"calls": 0}
+            self.calls, self.sum, self.stats, self.made = 0, 0.0, {"calls": 0}, Counter[str]()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             global STEP
@@ -251,12 +251,14 @@ def test_counts_that_decide_in_a_later_call_are_refused(place: str, asks: Any) -
                 self.sum += 1.0
             elif place == "dictionary":
                 self.stats["calls"] += 1
+            elif place == "new key":
+                self.made["calls"] += 1
             elif place == "class":
                 Elsewhere.calls += 1
             else:
                 STEP += 1
             n = {"attribute": self.calls, "float": self.sum, "dictionary": self.stats["calls"],
-                 "class": Elsewhere.calls, "global": STEP}[place]
+                 "new key": self.made["calls"], "class": Elsewhere.calls, "global": STEP}[place]
             return super().forward(x * 2 if asks(n) else x)
 
     global STEP
@@ -265,6 +267,7 @@ def test_counts_that_decide_in_a_later_call_are_refused(place: str, asks: Any) -
     with pytest.raises(CaptureError, match=r"the forward (changes|assigns) "):
         rkmate.wrap(model, (torch.ones(2, 4),), budget=1.0, progress=False)
     assert (model.calls, model.sum, model.stats, Elsewhere.calls, STEP) == (0, 0.0, {"calls": 0}, 0, 0)
+    assert not model.made
 
 
 class Slots:

@@ -215,10 +215,14 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         before = PythonState(model)
         try:
             complete(model, args, kwargs)
-            return _of_one_call(model, args, kwargs)
         except Exception:               # a model may refuse a second forward before a backward
             before.restore()
             raise CaptureError(str(error)) from None
+        try:
+            return _of_one_call(model, args, kwargs)
+        except Exception as again:      # what it still does after its first call
+            before.restore()
+            raise (again if isinstance(again, CaptureError) else CaptureError(str(error))) from None
 
 
 def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
