@@ -199,10 +199,6 @@ class Reads:
             self._found[node] = tuple(found)
         return self._found[node]
 
-    def seen_as(self, node: fx.Node) -> list[fx.Node]:
-        """Return a value and its views."""
-        return [node, *(v for user in node.users if is_view(user) for v in self.seen_as(user))]
-
 
 # -- What is computed again ------------------------------------------------------------------------
 #
