@@ -230,15 +230,18 @@ def page(rows: Sequence[Row]) -> str:
     kinds = ("right", "by parts", "over", "last bits", "refused", "wrong", "unplanned", "fails", "skipped")
     about = (
         "Models that people train, tiny and with random weights, with the lines that they write, for "
-        "some steps next to plain training (`python benchmarks/field.py --write`). *Right*: planned "
-        "as a whole, equal to plain training in every loss and parameter, and within the budget. *By "
-        "parts*: likewise, with plans for [parts](recipes.md#by-parts) of the model that hold the "
-        "named share of the step's bytes. *Last bits*: equal in every loss, and in every parameter "
-        "except for its last bits, or, as a warning says, in all except for these "
-        "([known reasons](limits.md#up-to-rounding)). Budget and peak are shares "
-        "of the plain peak; where the budget that a user writes cannot be met, it is the smallest one "
-        "that the error names.")
-    lines = ["# Scenarios from the field", "", about, "",
+        "some steps next to plain training (`python benchmarks/field.py --write`):",
+        "- *Right*: planned as a whole, equal to plain training in every loss and parameter, and within "
+        "the budget.",
+        "- *By parts*: likewise, with plans for [parts](recipes.md#by-parts) of the model that hold the "
+        "named share of the step's bytes.",
+        "- *Last bits*: equal in every loss, and in every parameter except for its last bits, or, as a "
+        "warning says, in all except for these ([known reasons](limits.md#up-to-rounding)).",
+        "Budget and peak are shares of the plain peak. Where the budget that a user writes cannot be met, "
+        "it is the smallest one that the error names.")
+    first, *outcomes, last = [textwrap.fill(text, 120, subsequent_indent="  " * text.startswith("-"))
+                              for text in about]
+    lines = ["# Scenarios from the field", "", first, "", *outcomes, "", last, "",
              "| library | " + " | ".join(kinds) + " |", "|---|" + "---:|" * len(kinds)]
     for library in [*libraries, ""]:
         mine = [r for r in order if not library or r.library == library]
@@ -248,7 +251,6 @@ def page(rows: Sequence[Row]) -> str:
         lines += ["", f"## {library}", "", "| scenario | what the user writes | result | budget | peak |",
                   "|---|---|---|---:|---:|"]
         lines += [_line(r) for r in order if r.library == library]
-    lines[2] = textwrap.fill(lines[2], 120)
     return "\n".join(lines) + "\n"
 
 

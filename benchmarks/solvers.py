@@ -8,23 +8,17 @@ section 5.2). Pruned lower sets: a graph of the shape of DenseNet-161, 568 nodes
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rkmate.planners.canonical import Dag
 from rkmate.planners.lower_sets import LowerSetProgram
-from rkmate.rotor.rotor import RotorChain, rotor
 
-
-def chain(stages: int) -> RotorChain:
-    """A chain whose stages all differ: times in milliseconds, sizes of up to megabytes."""
-    draw = random.Random(1)
-    wa = [draw.randint(1 << 18, 1 << 22) for _ in range(stages + 1)]
-    wab = [a + draw.randint(0, 1 << 23) for a in wa]
-    return RotorChain([draw.uniform(0.5, 4) for _ in wa], [draw.uniform(1, 8) for _ in wa], wa, wab,
-                      wa, [draw.randint(0, 1 << 20) for _ in wa], [0] * (stages + 1))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.rotor.paper import large_chain, rotor
 
 
 def densenet(layers: Sequence[int] = (6, 12, 36, 24), growth: int = 48, side: int = 224) -> Dag:
@@ -84,7 +78,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=500, help="of memory (default: 500)")
     parser.add_argument("--runs", type=int, default=3, help="the median counts (default: 3)")
     options = parser.parse_args()
-    problem, dag = chain(options.stages), densenet()
+    problem, dag = large_chain(options.stages), densenet()
     program = LowerSetProgram(dag)
     budget = 2 * program.minimum_bytes()
     print("| planner | problem | seconds |")

@@ -104,8 +104,5 @@ def _explain(error: Exception) -> Exception | None:
     return versions.refusal(f"{type(error).__name__}: {error}")     # type: ignore[no-any-return]
 
 
-__getattr__ = _lazy_names(__name__, _PLACES, ("devices", "distributed", "dtr", "integrations"), _explain)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "devices", "distributed", "dtr", "integrations"})
+__getattr__, __dir__ = _lazy_names(
+    __name__, _PLACES, ("devices", "distributed", "dtr", "integrations"), _explain)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rkmate.budget import Budget, parse_budget
+from rkmate.budget import Budget, listed, parse_budget
 from rkmate.devices import GPU
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.refusals import refuse_parallelism, refuse_what_cannot_repeat, uncompiled
@@ -270,7 +270,8 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     with elsewhere.on_gpu(gpu, model):
         with _parts_named(model, call.settings, gpu):
             args, kwargs = checked_sample(model, args, kwargs)
-            wanted = None if budgets is None else [parse_budget(_in_bytes(b, model)) for b in budgets]
+            wanted = None if budgets is None else [
+                parse_budget(_in_bytes(b, model)) for b in listed(budgets, "budgets", "budgets")]
             planning = _planning(1.0, None, call, gpu)
             with flags_to_plan(model, call.settings.run.training):
                 traced = trace(model, args, kwargs, planning.settings, Progress(call.progress))

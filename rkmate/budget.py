@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,3 +95,12 @@ def parse_budget(budget: Any) -> Budget:
     if result <= 0:
         raise ArgumentError(f"budget is {budget!r}; it should be a positive number of bytes")
     return Budget(bytes=result)
+
+
+def listed(values: Any, name: str, of_what: str) -> list[Any]:
+    """Return several budgets, or names, as a list. Raises `ArgumentError` for a single one, and for none.
+    `name`: of the argument; `of_what`: what it lists."""
+    found = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else []
+    if not found:
+        raise ArgumentError(f"{name} is {values!r}; it should be a list of {of_what}")
+    return found

@@ -31,7 +31,7 @@ class Way(NamedTuple):
     """How a computation runs at one place of a schedule, in addition to what its block determines."""
 
     again: float | None
-    """Of a computation that ran before: its seconds."""
+    """Seconds of a computation that ran before; None for a first run."""
     draws: Draws
     state: int | None
     """Number of the slice's generator state that a repeated draw stores or restores."""

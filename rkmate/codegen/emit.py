@@ -36,7 +36,7 @@ class Generated:
     slices: tuple[str, ...]
     """Functions that compute; the forward, the segments and the deferred outputs' functions call them."""
     segments: tuple[Segment, ...]
-    """In the order of the backward."""
+    """Stretches of the backward, in its order."""
     input_grads: tuple[int, ...]
     """Inputs (tensor numbers) whose gradients the last segment returns."""
     deferred: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class Generated:
     only_known: bool = False
     """Whether all are torch's own, or this package's that read no values on the host."""
     draws: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """Of the forward and of the backward: the random operations that run several times, by name, in order."""
+    """Names of the random operations that run several times, in order, in forward and backward."""
     copies: bool = False
     """Whether something is copied away."""
 

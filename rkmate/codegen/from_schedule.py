@@ -86,10 +86,10 @@ Part = BlockSteps | Copied
 
 @dataclass(frozen=True)
 class Stretches:
-    """Of a whole schedule."""
+    """Stretches of a whole schedule."""
 
     before: list[Part] = field(default_factory=list)
-    """In the forward."""
+    """Parts of the forward."""
     at_loss: list[int] = field(default_factory=list)
     """D nodes that are freed at the loss."""
     segments: list[tuple[list[Part], int]] = field(default_factory=list)

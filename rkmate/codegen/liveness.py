@@ -15,8 +15,8 @@ class Computed:
 
     step: Compute | Start
     keeps: tuple[int, ...]
-    """Of its outputs, those that become values: not what is freed right after it, and not a second
-    copy of what is there."""
+    """Outputs that become values: not what is freed right after the step, and not a second copy of what is
+    in memory."""
     donor: int | None
     """The input whose storage the output takes."""
     waits: bool = False

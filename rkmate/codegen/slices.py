@@ -19,10 +19,10 @@ RESERVED = frozenset({*keyword.kwlist, "_", "env", "torch", "take", "read", "giv
 """Names that a value cannot have: the words of the printed text."""
 
 CopyWord = Literal["copy_out", "leave", "copy_in", "arrive"]
-"""Of a copy: begin it, wait for its end and free the value; make room and begin the copy back, wait for its
-end."""
+"""Step of a copy: begin it; wait for its end and free the value; make room and begin the copy back; wait for
+its end."""
 Draws = Literal["", "draw", "remember", "replay"]
-"""Of random numbers: none, once, the first time of several, again."""
+"""Use of random numbers: none, once, the first time of several, again."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Run:
     over: str | None = None
     """The value whose storage the result takes."""
     again: float | None = None
-    """Of a computation that ran before: its seconds."""
+    """Seconds of a computation that ran before; None for a first run."""
     draws: Draws = ""
     adds: bool = False
     """Whether it adds to a gradient that the caller holds, where another thread may add, too."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rkmate.api import checked_sample
-from rkmate.budget import Budget, parse_budget
+from rkmate.budget import Budget, listed, parse_budget
 from rkmate.comparison.measured import Bench
 from rkmate.comparison.table import Comparison, Row
 from rkmate.errors import ArgumentError, ScheduleError, SolverError
@@ -78,12 +78,10 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
     settings, shown = call.settings, Progress(call.progress)
     check_default_planner(settings, "compare asks every planner, or those that planners= names")
     args, kwargs = checked_sample(model, args, kwargs)
-    if isinstance(budgets, (str, int, float)) or not budgets:
-        raise ArgumentError(f"budgets is {budgets!r}; it should be a list of budgets")
     wanted = [parse_budget(auto_budget(model) if isinstance(b, str) and b == "auto" else b)
-              for b in budgets]
+              for b in listed(budgets, "budgets", "budgets")]
     methods = [find_planner(n) for n in ([n for n in PLANNERS if n != "auto"] if planners is None
-                                         else planners)]
+                                         else listed(planners, "planners", "names of planners"))]
     if not time_limit > 0:
         raise ArgumentError(f"time_limit is {time_limit}; it should be a positive number of seconds")
     methods = [find_planner(m.name, settings.of_planner) for m in methods]

@@ -172,7 +172,7 @@ class Device(Protocol):
 
     @property
     def cache_bytes(self) -> int:
-        """Of the caches that a timed call finds filled by the one before; 0 where that is left so."""
+        """Size of the caches, in bytes; 0 where they are not flushed before a timed run."""
 
     def synchronize(self) -> None:
         """Wait until all that was asked of the device is done."""

@@ -19,8 +19,4 @@ if typing.TYPE_CHECKING:
     from rkmate.distributed.sharding import shard as shard
 
 
-__getattr__ = _lazy_names(__name__, _PLACES)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = _lazy_names(__name__, _PLACES)

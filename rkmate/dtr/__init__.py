@@ -46,11 +46,7 @@ if TYPE_CHECKING:
     from rkmate.dtr.wrapping import DynamicModule as DynamicModule
     from rkmate.dtr.wrapping import wrap as wrap
 
-__getattr__ = lazy_names(__name__, _PLACES)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _PLACES)
 
 
 class _CallableModule(ModuleType):

@@ -149,7 +149,7 @@ class OptionSet:
     """Wall-clock time that it took; 0 when it came from the cache."""
 
 
-class _BlockProgram:
+class BlockProgram:
     """A block's program, and what comes back from it judged by the simulator."""
 
     def __init__(self, graph: CDGraph, settings: OptionSettings,
@@ -163,6 +163,13 @@ class _BlockProgram:
 
     def solve(self, m_peak: int, m_save: int, *, time_limit: float | None = None,
               start: Option | None = None) -> BlockSolution:
+        """Return the fastest option of the block within two budgets. Infeasible and timed out are results.
+        Raises `SolverError` if the solver fails.
+
+        `m_peak`: bytes at any moment of forward and backward, block inputs not counted. `m_save`: bytes kept
+        between them, outputs not counted. `time_limit`: seconds; the settings' by default. `start`: an option
+        to start from.
+        """
         model = self.model
         if m_peak < model.lowest_peak or m_save < 0:
             # The program leaves out the rows that hold at every budget from the floor up.
@@ -188,17 +195,6 @@ class _BlockProgram:
         return seconds(self.save_all) + rest * self.model.base_seconds / TIME_SCALE
 
 
-def solve_block(graph: CDGraph, m_peak: int, m_save: int,
-                settings: OptionSettings | None = None) -> BlockSolution:
-    """Return the fastest option of a block within two budgets.
-
-    `m_peak`: bytes at any moment of forward and backward, block inputs not counted. `m_save`: bytes
-    kept between them, outputs not counted. Infeasible and timed out are values of the result.
-    Raises `SolverError` when the solver itself fails.
-    """
-    return _BlockProgram(graph, settings or OptionSettings()).solve(m_peak, m_save)
-
-
 def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
                   stop: threading.Event | None = None) -> OptionSet:
     """Return the options of a block over the whole grid of budgets, the answered pairs skipped.
@@ -213,7 +209,7 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
         # The backward reads nothing that could be forgotten.
         return OptionSet((save_all,), 0, 0, time.perf_counter() - begin)
 
-    block: _BlockProgram | None = None
+    block: BlockProgram | None = None
 
     def left(share: float = 1.0) -> float:
         """Return seconds that are left of a share of this block's time; none where that share of its
@@ -233,7 +229,7 @@ def block_options(graph: CDGraph, settings: OptionSettings | None = None, *,
     pareto.options = list(undominated(pareto.options))
     lowest = min(map(peak, pareto.options))
     if BlockModel.entries(stages) <= MODEL_ENTRIES and left() > 0:
-        block = _BlockProgram(graph, settings, stop)
+        block = BlockProgram(graph, settings, stop)
         lowest = block.model.lowest_peak
     everything = pairs = budgets(lowest, save_all, settings.grid)
     solves = timed_out = fruitless = 0

@@ -16,8 +16,4 @@ if typing.TYPE_CHECKING:
     from rkmate.integrations.trainer import BudgetCallback as BudgetCallback
 
 
-__getattr__ = _lazy_names(__name__, _PLACES)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = _lazy_names(__name__, _PLACES)

@@ -169,7 +169,7 @@ class CDGraph:
 
     @cached_property
     def total_bytes(self) -> int:
-        """Of all D nodes."""
+        """Bytes of all D nodes together."""
         return sum([d.size for d in self.d])
 
     @property

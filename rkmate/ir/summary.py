@@ -53,9 +53,9 @@ class GraphSummary:
     cd: CDGraph
     """The graph as the simulator takes it."""
     computations: tuple[Computation, ...]
-    """Of each C node."""
+    """Description of each C node."""
     shapes: tuple[str, ...]
-    """Of each D node: form of the tensor that owns it, ``float32[8, 128, 64]``."""
+    """Form of the tensor that owns each D node: ``float32[8, 128, 64]``."""
     cuts: tuple[tuple[int, ...], ...] = ()
     """Storages that the forward carries into block i (one entry more than there are blocks)."""
     captured: tuple[Captured, ...] = field(default=(), repr=False)

@@ -157,7 +157,7 @@ class _Runner:
                  settings: MeasureSettings, device: Device, limit: int | None, known: Costs) -> None:
         self.partition, self.program = partition, partition.program
         self.cd = self.program.cd
-        self.sources, self.settings = sources, settings
+        self.sources = sources
         self.limit = limit
         self.known = known          # C nodes that need not be measured
         self.values: dict[int, torch.Tensor] = {}

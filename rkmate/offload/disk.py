@@ -124,7 +124,6 @@ class AwayFile:
 
     def __init__(self, folder: Path) -> None:
         """Open the file. Raises `OSError` if nothing can be written to the folder."""
-        self.folder = folder
         self._descriptor = _opened(folder)
         self._abandoned: deque[Abandoned] = deque()
         self.lanes = Lanes(self._descriptor, self._abandoned)

@@ -324,7 +324,7 @@ class Found:
     """The options of blocks that it was found with, if these are only those that need no solver: another
     search, with more of them, may find a faster plan."""
     tiles: LargerTiles | None = field(default=None, repr=False)
-    """What was found in larger tiles, for another search to know."""
+    """Plans in larger tiles, for another search to know."""
 
     @property
     def plan(self) -> Plan:

@@ -71,15 +71,18 @@ def device_share(model: nn.Module) -> Budget:
     return Budget(bytes=most, device=DeviceShare(trained, ADAM_STATES))
 
 
-def _left_on_device(model: nn.Module, optimizer_states: int, slack: float) -> int:
+def _left_on_device(model: nn.Module, optimizer_states: int, slack: float, asks: str = 'budget="auto"',
+                    instead: str = 'the budget in bytes ("2GiB"), or as a share of the model\'s own peak '
+                                   "(0.5)") -> int:
+    """Return the bytes of the model's device that are left for a step. `asks`: what asks for them, for an
+    error; `instead`: what to give instead. Raises `ArgumentError`."""
     check_model(model)
     places = {p.device: devices.of(p) for p in model.parameters()}
     memory = next(iter(places.values())).memory() if len(places) == 1 else None
     if memory is None:
         where = ", ".join(sorted(map(str, places))) or "nowhere"
-        raise ArgumentError('budget="auto" asks the CUDA device how much memory is free, and the model '
-                            f'is on {where}: give the budget in bytes ("2GiB"), or as a share of the '
-                            "model's own peak (0.5)")
+        raise ArgumentError(f"{asks} asks the CUDA device how much memory is free, and the model is on "
+                            f"{where}: give {instead}")
     free = memory.free + memory.cached
     needed = training_bytes(model, optimizer_states)
     result = free - needed - int(slack * memory.total)
@@ -224,7 +227,8 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sequence[int]
 
 def _left_for_step(model: nn.Module, device_memory: int | str | None, optimizer_states: int) -> int:
     if device_memory is None:
-        return auto_budget(model, optimizer_states=optimizer_states)
+        return _left_on_device(model, optimizer_states, _SLACK, "max_batch_size without device_memory=",
+                               'a device\'s memory (device_memory="24GiB"), or a GPU to plan for (device=)')
     if isinstance(device_memory, float):
         raise ArgumentError(f"device_memory is {device_memory}; it should be bytes (an int) or text "
                             '("24GiB")')

@@ -286,12 +286,25 @@ class _Submodules(MutableMapping[str, nn.Module | None],    # type: ignore[misc,
         super().__init__()
         self._module = module
 
+    def _with_loss(self) -> ModelAndLoss | None:
+        """Return the module that has the loss as a submodule; None where the loss is a function, or a
+        submodule of the original."""
+        whole: ModelAndLoss | None = self._module.__dict__.get("_whole")    # none yet in an unfinished copy
+        return whole if whole is not None and KEY in submodules_of(whole) else None
+
     def _all(self) -> dict[str, nn.Module | None]:
-        found = dict(submodules_of(self._module.original))
-        whole = self._module.__dict__.get("_whole")       # none yet in a copy that is being made
-        if whole is not None and KEY in submodules_of(whole):
+        found: dict[str, nn.Module | None] = dict(submodules_of(self._module.original))
+        whole = self._with_loss()
+        if whole is not None:
             found[whole.key] = submodules_of(whole)[KEY]
         return found
+
+    def _place(self, name: str) -> tuple[dict[str, nn.Module | None], str]:
+        """Return the dictionary in which a submodule stands, and its name there."""
+        whole = self._with_loss()
+        if whole is not None and name == whole.key:
+            return submodules_of(whole), KEY
+        return submodules_of(self._module.original), name
 
     def __getitem__(self, name: str) -> nn.Module | None:
         return self._all()[name]
@@ -303,10 +316,12 @@ class _Submodules(MutableMapping[str, nn.Module | None],    # type: ignore[misc,
         return len(self._all())
 
     def __setitem__(self, name: str, module: nn.Module | None) -> None:
-        submodules_of(self._module.original)[name] = module
+        held, key = self._place(name)
+        held[key] = module
 
     def __delitem__(self, name: str) -> None:
-        del submodules_of(self._module.original)[name]
+        held, key = self._place(name)
+        del held[key]
 
     def copy(self) -> dict[str, nn.Module | None]:
         """Return a plain dictionary."""

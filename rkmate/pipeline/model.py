@@ -1,5 +1,5 @@
-"""What planning needs of a model beside its graph: its description in a report, whether gradients may be
-added up in place, and train mode."""
+"""Facts about a model that its graph does not tell planning: its description in a report, whether gradients
+may be added up in place, and train mode."""
 
 from __future__ import annotations
 

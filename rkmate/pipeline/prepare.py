@@ -185,7 +185,7 @@ class Prepared:
 
     @property
     def settings(self) -> Settings:
-        """Of the stages."""
+        """The settings of the call."""
         return self.blocked.traced.settings
 
     @property
@@ -213,7 +213,7 @@ class Prepared:
 
     @functools.cached_property
     def of_graph(self) -> dict[Hashable, object]:
-        """What planners have computed of the `searched` graph alone (`Problem.once_of_graph`)."""
+        """Results that planners have computed from the `searched` graph alone (`Problem.once_of_graph`)."""
         return {}
 
     def with_kernels(self, schedule: Schedule, room: int = 0) -> Schedule:
@@ -238,14 +238,14 @@ class Prepared:
 
     @functools.cached_property
     def class_graphs(self) -> tuple[CDGraph, ...]:
-        """Of each class of blocks, the own graph of the first one, with costs."""
+        """For each class of blocks, the graph of its first block, with costs."""
         first = {k: b for b, k in reversed(list(enumerate(self.blocked.classes)))}
         blocks = [self.partition.blocks[first[k]] for k in range(len(first))]
         return tuple(b.graph.with_costs(self.searched.c[i] for i in b.c) for b in blocks)
 
     @functools.cached_property
     def baseline_peak(self) -> int:
-        """Of the step of as many calls as the settings say, without rematerialization."""
+        """Peak, in bytes, of the step without rematerialization, of as many calls as the settings say."""
         return self.peak(self.whole, self.settings.calls)
 
     @property
@@ -283,7 +283,7 @@ class Prepared:
 
     @functools.cached_property
     def _verdicts(self) -> list[tuple[Schedule, Simulation]]:
-        """Of the whole step, and of the schedule that was asked for last: each is asked for several times."""
+        """Verdicts on the whole step and on the latest schedule: callers ask for each several times."""
         return [(self.whole, self.baseline)]
 
 

@@ -52,7 +52,7 @@ class Solved:
 
     @property
     def options(self) -> list[Sequence[Option]]:
-        """Of each block."""
+        """The options of each block."""
         return [block.options for block in self.problem.chain.blocks]
 
 

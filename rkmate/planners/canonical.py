@@ -43,7 +43,7 @@ class Dag:
 
     @cached_property
     def after(self) -> tuple[int, ...]:
-        """For each node the set of nodes that read it."""
+        """Return, for each node, the nodes that read it."""
         result = [0] * len(self)
         for v, w in self.edges:
             result[v] |= 1 << w
@@ -51,7 +51,7 @@ class Dag:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """For each node the set of nodes that it reads."""
+        """Return, for each node, the nodes that it reads."""
         result = [0] * len(self)
         for v, w in self.edges:
             result[w] |= 1 << v

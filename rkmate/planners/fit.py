@@ -26,7 +26,7 @@ CHOICES = 8
 
 @dataclass(frozen=True)
 class Fitted:
-    """What was found for a budget."""
+    """Result of a search for a budget."""
 
     candidate: Candidate | None
     """The schedule within the budget; None if there is none."""

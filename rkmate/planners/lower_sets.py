@@ -152,7 +152,6 @@ class LowerSetProgram:
             raise ArgumentError(f"family must be 'exact' or 'pruned', got {family!r}")
         if family == "exact":
             refuse_too_many(dag, time_limit, budgets)
-        self.dag = dag
         self.sets = all_lower_sets(dag) if family == "exact" else pruned_lower_sets(dag)
         n = len(dag)
         times = np.array(dag.times, dtype=float)

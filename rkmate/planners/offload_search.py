@@ -50,8 +50,8 @@ def fewer_runs(graph: CDGraph, schedule: Schedule, dropped: Collection[int]) -> 
 
 
 def one_more_run(graph: CDGraph, schedule: Schedule, d: int, at: int) -> Schedule | None:
-    """Return the schedule that makes a D node anew right before the step with index `at`, which reads it;
-    None where what decides, or adds to a gradient, would run again."""
+    """Return the schedule that makes a value of the forward (`d`) anew right before the step with index `at`,
+    which reads it; None if a computation that decides would run again."""
     alive = set(graph.inputs)
     order: list[int] = []
     loss_at = place = 0

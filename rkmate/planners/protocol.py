@@ -44,8 +44,8 @@ class Problem:
     """For each C node, the region that the program checkpoints it in, or None; empty if the program
     checkpoints nothing."""
     of_graph: InitVar[dict[Hashable, object] | None] = None
-    """What was computed of the graph alone, and is added to (`once_of_graph`); a copy with another graph has
-    a memory of its own."""
+    """Results computed from the graph alone, to which `once_of_graph` adds; a copy with another graph has a
+    memory of its own."""
     _memory: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
     _of_graph: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 

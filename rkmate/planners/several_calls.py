@@ -143,7 +143,7 @@ class Way:
     """The figures of a schedule that a part may follow."""
 
     seconds: float
-    """Of one call."""
+    """Seconds of one call."""
     saved: int
     """Bytes that a call holds from its forward to its backward."""
     extra: int
@@ -169,7 +169,7 @@ class Moment:
     """A moment of a step: what the schedules of parts may take then is bounded."""
 
     bytes: int
-    """What the rest of the step takes."""
+    """Bytes that the rest of the step takes."""
     held: Mapping[int, int]
     """Number of an item -> how many of its calls hold what they save."""
     running: int | None = None

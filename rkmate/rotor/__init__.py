@@ -1,1 +1,1 @@
-"""The dynamic programs over a chain of blocks: rk-Rotor and Rotor. No torch."""
+"""The dynamic program over a chain of blocks: rk-Rotor; Rotor is its case of one option a block. No torch."""

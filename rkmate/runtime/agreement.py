@@ -241,7 +241,7 @@ def _signs_of(rank: int) -> str:
 
 
 class Advice(NamedTuple):
-    """What errors of ranks that meet say about why they do, and about what to do."""
+    """Words for errors of ranks that meet: why they meet, and what to do."""
 
     same: str
     """What all ranks have to do alike."""

@@ -277,11 +277,6 @@ class Reads:
         """Whether they should be planned as ordinary outputs."""
         return self._in_a_row >= IN_A_ROW and not self._settled
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the outputs that were read in these calls."""
-        return tuple(self._names)
-
     def call(self) -> Callable[[str], None]:
         """Begin a call. Returns a function that is called with an output's name when that output is read."""
         self._calls += 1

@@ -328,7 +328,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a forward has left, for a backward after the first one."""
+    """State that a forward has left, for a backward after the first one."""
 
     values: Mapping[str, torch.Tensor]
     """Outputs, which the caller holds, too."""

@@ -1,4 +1,4 @@
-"""What determines the plans of a module, and what is kept of each: its trace, its schedule, its code."""
+"""Everything that determines the plans of a module, and what is kept of each: trace, schedule and code."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Planning:
 
     @property
     def unverified(self) -> Planning:
-        """This planning for a part of a step, whose first run is compared with no measurement of its own."""
+        """A copy for a part of a step, whose first run is compared with no measurement of its own."""
         run = replace(self.settings.run, verify=False)
         return replace(self, settings=replace(self.settings, run=run))
 
@@ -150,7 +150,7 @@ class Specialization:
     outside: Outside = Outside()
     """Memory that the caller was seen to use for the outputs, if a plan has no room for it."""
     shown: Shown[Executable] | None = None
-    """What a step has shown, if all ranks agree on that at the next forward."""
+    """Findings of a step on which all ranks agree at the next forward; None if there are none."""
     takes: tuple[int, int] | None = None
     """Bytes that the caller was measured to hold during the backward, and that its loss takes; None if
     nothing was measured."""

@@ -66,13 +66,11 @@ class FirstStep:
         self._new_gradients = sum(p.numel() * p.element_size() for p in params
                                   if p.requires_grad and p.grad is None)
         self._watch = PeakWatch(statistics)
-        self.done = False
         self.peak: int | None = None
         """Bytes that the step took above what stood before it, new gradients included; once it is done."""
 
     def finish(self) -> None:
         """End the measurement after the backward; warn if the step took more than its budget."""
-        self.done = True
         self.peak = peak = self._watch.peak() - self._watch.start
         allowed = self._budget + self._new_gradients
         if peak > allowed:

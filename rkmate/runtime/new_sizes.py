@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -54,7 +54,6 @@ class NewSizes:
     captured: int = 0
     """Number of sizes captured themselves."""
     seconds: float = 0.0
-    told: set[int] = field(default_factory=set)
 
     def add(self, derived: bool, seconds: float) -> None:
         """Count one size. At the numbers in `SAID`, log how long all of them took."""

@@ -109,7 +109,7 @@ T = TypeVar("T")
 
 
 class Shown(Generic[T]):
-    """What a step has shown each rank, where the forward communicates: all ranks plan anew, or none."""
+    """Findings of a step on each rank, where the forward communicates: all ranks plan anew, or none."""
 
     def __init__(self, ready: T, tell: Callable[[str], list[str]]) -> None:
         """`ready`: the plan of the step; `tell`: gives a text to all ranks, and returns the texts of all."""

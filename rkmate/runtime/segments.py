@@ -414,7 +414,7 @@ class _Unplanned(torch.autograd.Function):
 
 
 _NO_GRADIENTS = (None,) * 5
-"""Of what such a function takes besides tensors."""
+"""Gradients of the arguments of an autograd function that are no tensors."""
 
 
 _apply_unplanned = _quick_apply(_Unplanned)

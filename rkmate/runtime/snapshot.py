@@ -222,7 +222,7 @@ class Box(NamedTuple):
     """The members that each planned forward changes, as they were first: a key has these."""
 
     def members(self) -> Sequence[Any]:
-        """The members, including keys: the current ones, if they are compared."""
+        """Return the members, including keys: the current ones, if they are compared."""
         if self.first is not None:
             return self.first
         held = self.place.read()
@@ -230,7 +230,7 @@ class Box(NamedTuple):
 
     @property
     def shared(self) -> Any:
-        """What several boxes may be of: one list or dictionary. A single value is the place's own."""
+        """Identity of the list or dictionary, which several boxes may share; the place of a single value."""
         held = self.place.read()
         return id(held) if isinstance(held, (list, dict)) else self.place.key
 

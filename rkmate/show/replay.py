@@ -47,11 +47,9 @@ class Tensor:
     """A storage in memory at a moment."""
 
     name: str
-    shape: str
     path: str
     """Module of the user's model."""
     operation: str
-    block: int
     bytes: int
     kind: Kind
 
@@ -154,18 +152,18 @@ class Occupancy:
         if by_kind["temporaries"]:
             at = moment.computation or 0
             c = self.graph.computations[at]
-            found.append(Tensor(f"inside {self.graph.cd.c[at].name}", "", c.path, c.operation, c.block,
+            found.append(Tensor(f"inside {self.graph.cd.c[at].name}", c.path, c.operation,
                                 by_kind["temporaries"], "temporaries"))
-        found += [Tensor(KIND_NAMES[kind], "", "", "", -1, by_kind[kind], kind)
+        found += [Tensor(KIND_NAMES[kind], "", "", by_kind[kind], kind)
                   for kind in _OF_NOBODY if by_kind[kind]]
         return tuple(sorted(found, key=lambda t: -t.bytes))
 
     def _tensor(self, j: int, kind: Kind) -> Tensor:
-        d, shape, maker = self.graph.cd.d[j], self.graph.shapes[j], self.graph.cd.producer[j]
+        d, maker = self.graph.cd.d[j], self.graph.cd.producer[j]
         if maker is None:
-            return Tensor(d.name, shape, "", "gradient of an output", -1, d.size, kind)
+            return Tensor(d.name, "", "gradient of an output", d.size, kind)
         c = self.graph.computations[maker]
-        return Tensor(d.name, shape, c.path, c.operation, c.block, d.size, kind)
+        return Tensor(d.name, c.path, c.operation, d.size, kind)
 
     @cached_property
     def recomputed_seconds(self) -> dict[int, float]:

@@ -10,8 +10,9 @@ from typing import Any
 
 def lazy_names(package: str, places: Mapping[str, Sequence[str]],
                packages: Sequence[str] = (),
-               explain: Callable[[Exception], Exception | None] = lambda error: None) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package.
+               explain: Callable[[Exception], Exception | None] = lambda error: None
+               ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the ``__getattr__`` and the ``__dir__`` of a package.
 
     Args:
         package: its full name.
@@ -36,4 +37,8 @@ def lazy_names(package: str, places: Mapping[str, Sequence[str]],
         found = getattr(module, name)
         setattr(sys.modules[package], name, found)
         return found
-    return load
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes, *packages})
+
+    return load, names

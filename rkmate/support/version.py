@@ -1,4 +1,4 @@
-"""Which rkmate this is: its version, and the state of its source files."""
+"""The version of rkmate, and the state of its source files."""
 
 from __future__ import annotations
 

@@ -232,8 +232,8 @@ def _broadcast(tensor: Any, src: Any = None, group: Any = None, async_op: bool =
 
 
 def _batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[_Done]:
-    """What each rank sends to each other one, as one all-to-all of the group: all of its ranks send and
-    receive at the same place of a plan."""
+    """Exchange what each rank sends to each other one as one all-to-all of the group: all of its ranks send
+    and receive at the same place of a plan."""
     group, dtypes = p2p_op_list[0].group, {op.tensor.dtype for op in p2p_op_list}
     if len(dtypes) > 1:
         raise Unseen("sends tensors of several types, which no plan can hold")

@@ -110,3 +110,8 @@ def test_numbers_of_ranks() -> None:
         with pytest.raises(rkmate.ArgumentError, match="without a process group"), \
                 rkmate.distributed.fake_mesh(shard=2):
             pass
+
+
+def test_a_mesh_without_dimensions() -> None:
+    with pytest.raises(rkmate.ArgumentError, match="at least one dimension"), rkmate.distributed.fake_mesh():
+        pass

@@ -247,6 +247,14 @@ def test_wrong_arguments() -> None:
     sample = residual()
     with pytest.raises(ArgumentError, match="time_limit is 0"):
         rkmate.compare(sample.model, sample.args, time_limit=0)
+    for wrong in ([], 0.5, "50%"):
+        with pytest.raises(ArgumentError, match="should be a list of budgets"):
+            rkmate.compare(sample.model, sample.args, budgets=wrong)
+        with pytest.raises(ArgumentError, match="should be a list of budgets"):
+            rkmate.tradeoff(sample.model, sample.args, budgets=wrong)
+    for planners in ((), "rotor"):
+        with pytest.raises(ArgumentError, match="should be a list of names of planners"):
+            rkmate.compare(sample.model, sample.args, planners=planners)
     with pytest.raises(ArgumentError, match="costs is 'free'"):
         rkmate.compare(sample.model, sample.args,
                        settings=rkmate.Settings(costs="free"))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rkmate.dtr
-from rkmate.dtr import BudgetExceeded
+from rkmate.dtr import BudgetExceeded, RuntimeStateError
 from rkmate.dtr.runtime.rematerialize import Rematerializer
 from rkmate.dtr.runtime.sizes import Sizes
 from rkmate.errors import ArgumentError
@@ -130,3 +130,17 @@ def test_an_interrupted_call_leaves_a_wrapped_module_as_it_was(
     torch.set_rng_state(before[-1])
     again(x).sum().backward()
     assert same(expected, [p.grad for p in again.parameters() if p.grad is not None])
+
+
+def test_what_is_asked_at_the_wrong_time() -> None:
+    session = rkmate.dtr("1MiB")
+    with pytest.raises(RuntimeStateError, match="no report before the block has run"):
+        _ = session.report
+    with pytest.raises(RuntimeStateError, match="belongs inside the with block"):
+        session.batch()
+    with session, pytest.raises(RuntimeStateError, match="cannot be inside another one"):
+        rkmate.dtr("1MiB").__enter__()
+    with pytest.raises(ArgumentError, match="wrapped already"):
+        rkmate.dtr.wrap(rkmate.dtr.wrap(nn.Linear(2, 2), "1MiB"), "1MiB")
+    with pytest.raises(ArgumentError, match="must be a name, not int"):
+        rkmate.dtr.make_heuristic(3)  # type: ignore[arg-type]

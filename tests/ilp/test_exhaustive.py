@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rkmate.ilp.grid import block_options, budgets, evaluate_option, peak, seconds, solve_block
+from rkmate.ilp.grid import BlockProgram, block_options, budgets, evaluate_option, peak, seconds
 from rkmate.ilp.highs import Status
 from rkmate.ilp.model import BlockModel
 from rkmate.ilp.settings import OptionSettings
@@ -30,7 +30,7 @@ def test_the_program_finds_the_optimum(seed: int) -> None:
     corners = {(peak(o), o.saved_bytes) for o in options}
     corners |= {(p - 1, s) for p, s in corners} | {(p, s - 1) for p, s in corners}
     for m_peak, m_save in sorted(corners):
-        solution = solve_block(graph, m_peak, m_save, EXACT)
+        solution = BlockProgram(graph, EXACT).solve(m_peak, m_save)
         best = fastest(options, m_peak, m_save)
         if best == float("inf"):
             assert solution.status is Status.INFEASIBLE
@@ -75,7 +75,7 @@ def test_coarse_units_of_memory_never_exceed_a_budget(seed: int) -> None:
     assert model.unit > 1 or peak(save_all) <= 200_000
     for fraction in (0.5, 0.8, 1.0):
         m_peak, m_save = int(fraction * peak(save_all)), int(fraction * save_all.saved_bytes)
-        solution = solve_block(graph, m_peak, m_save, EXACT)
+        solution = BlockProgram(graph, EXACT).solve(m_peak, m_save)
         if solution.option is not None:
             assert peak(solution.option) <= m_peak
             assert solution.option.saved_bytes <= m_save
@@ -97,6 +97,6 @@ def test_recomputing_early_may_pay() -> None:
          CNode("hungry", "backward", (g1,), (g2,), 1.0, overhead=10),
          CNode("b1", "backward", (g2, small), (g3,), 1.0)),
         2, inputs=(0,), output_grads=(g0,), input_grads=(g3,)).verify()
-    early = solve_block(graph, 13, 0, EXACT).option
+    early = BlockProgram(graph, EXACT).solve(13, 0).option
     assert early is not None
     assert early.backward == (0, 1, 2, 3, 4)

@@ -10,12 +10,12 @@ import pytest
 from rkmate.errors import ArgumentError
 from rkmate.ilp import grid
 from rkmate.ilp.grid import (
+    BlockProgram,
     OptionSet,
     block_options,
     evaluate_option,
     peak,
     seconds,
-    solve_block,
     undominated,
     without_waste,
 )
@@ -72,7 +72,7 @@ def test_a_transformer_half(graph: CDGraph) -> None:
 def test_activations_that_cost_nothing_are_dropped_first() -> None:
     graph = mlp_half()
     save_all = evaluate_option(graph, graph.backward)
-    solution = solve_block(graph, peak(save_all), save_all.saved_bytes - 1)
+    solution = BlockProgram(graph, OptionSettings()).solve(peak(save_all), save_all.saved_bytes - 1)
     assert solution.option is not None
     again = {graph.c[i].name for i in solution.option.backward if i < graph.loss}
     assert not again & {"up", "down"}, "a matrix product is redone where a cheap node would do"
@@ -141,7 +141,7 @@ def test_a_peak_below_the_floor_is_infeasible() -> None:
     graph = mlp_half()
     floor = split_stages(graph).floor
     save_all = evaluate_option(graph, graph.backward)
-    solution = solve_block(graph, floor - 1, save_all.saved_bytes)
+    solution = BlockProgram(graph, OptionSettings()).solve(floor - 1, save_all.saved_bytes)
     assert solution.status is Status.INFEASIBLE
     assert solution.option is None
     assert solution.bound_seconds == float("inf")
@@ -163,7 +163,7 @@ def test_a_solve_without_time_is_never_wrong() -> None:
     graph = chain(30, skips=0.2)
     save_all = evaluate_option(graph, graph.backward)
     m_peak, m_save = peak(save_all), save_all.saved_bytes // 3
-    solution = solve_block(graph, m_peak, m_save, OptionSettings(time_limit=0.0))
+    solution = BlockProgram(graph, OptionSettings(time_limit=0.0)).solve(m_peak, m_save)
     assert solution.status in (Status.TIMED_OUT, Status.FEASIBLE)
     if solution.option is not None:
         assert solution.option.saved_bytes <= m_save

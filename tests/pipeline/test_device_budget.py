@@ -44,6 +44,11 @@ def test_training_needs_gradients_and_states() -> None:
     assert training_bytes(model, 1) == 400
 
 
+def test_the_largest_batch_needs_a_device_or_its_memory() -> None:
+    with pytest.raises(rkmate.ArgumentError, match=r"max_batch_size without device_memory= asks.*: give a"):
+        rkmate.max_batch_size(Net(), inputs)
+
+
 @pytest.mark.parametrize("call", [
     lambda: rkmate.wrap(Net(), inputs(1), budget="auto"),
     lambda: rkmate.plan(Net(), inputs(1), budget="auto"),

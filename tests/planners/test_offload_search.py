@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 
 from rkmate.ir.cd import CDGraph
 from rkmate.ir.link import Link
+from rkmate.ir.schedule import Compute, save_all
+from rkmate.ir.simulate import simulate
 from rkmate.planners import offload_search
 from rkmate.planners.default import Default
 from rkmate.planners.offload import gaps_of, offload
-from rkmate.planners.offload_search import Offloading, smallest_with_copies, without_link
+from rkmate.planners.offload_search import Offloading, one_more_run, smallest_with_copies, without_link
 from rkmate.planners.protocol import Candidate, Outcome, Problem, ask, found_in, infeasible, whole_step
 from rkmate.planners.save_set import SaveSet
 from rkmate.planners.settings import PlannerSettings
+from tests.ir.graphs import line
 from tests.planners.links import best_of_all, few_and_many, linked, links
 from tests.planners.problems import problem_of, problems, stack, training_graph
 
@@ -227,3 +230,16 @@ def test_more_memory_is_never_slower() -> None:
         assert found.seconds <= before * (1 + 1e-9)
         before = found.seconds
         known += found_in(problem, found)
+
+
+def test_a_value_is_made_anew_right_before_it_is_read() -> None:
+    graph = line(3)
+    base = save_all(graph)
+    order = [step.c for step in base.steps if isinstance(step, Compute)]
+    at = next(k for k, step in enumerate(base.steps) if step == Compute(4))      # b1 reads v1, which f0 makes
+    more = one_more_run(graph, base, 1, at)
+    assert order == [0, 1, 2, 3, 4, 5] and more is not None
+    assert [step.c for step in more.steps if isinstance(step, Compute)] == [0, 1, 2, 3, 0, 4, 5]
+    assert simulate(graph, more).seconds == simulate(graph, base).seconds + 1.0
+    decides = replace(graph, c=(replace(graph.c[0], decides=True), *graph.c[1:]))
+    assert one_more_run(decides, base, 1, at) is None

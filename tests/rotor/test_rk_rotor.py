@@ -192,3 +192,11 @@ def test_wrong_arguments() -> None:
         Chain((Block(1.0, 1, ()),), (frozenset(),) * 2, {}, (0, 0)).verify()
     with pytest.raises(GraphError, match="no size"):
         Chain(line(1).blocks, (frozenset({5}), frozenset()), {}, (0, 0)).verify()
+    with pytest.raises(GraphError, match="has no block"):
+        Chain((), (), {}, ()).verify()
+    with pytest.raises(GraphError, match="cumulative"):
+        replace(line(2), pinned=(2, 1)).verify()
+    with pytest.raises(GraphError, match="a size of the chain is negative"):
+        replace(line(1), grads=(0, -1)).verify()
+    with pytest.raises(GraphError, match="of block 0 is negative"):
+        replace(line(1), blocks=(replace(line(1).blocks[0], forward_seconds=-1.0),)).verify()

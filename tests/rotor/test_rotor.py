@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from rkmate.errors import GraphError
 from rkmate.ir.chain import Backward, Forward, ForwardPlain, Op
 from rkmate.rotor.replay import deaths, replay
-from rkmate.rotor.rotor import RotorChain, rotor
+from tests.rotor.paper import RotorChain, large_chain, rotor
 
 CASES = json.loads((Path(__file__).parent / "data" / "rotor_chains.json").read_text())["chains"]
 
@@ -72,16 +71,8 @@ def paper_names(ops: Sequence[Op]) -> list[str]:
     return result
 
 
-def big(stages: int, seed: int = 1) -> RotorChain:
-    draw = random.Random(seed)
-    wa = [draw.randint(1 << 18, 1 << 22) for _ in range(stages + 1)]
-    wab = [a + draw.randint(0, 1 << 23) for a in wa]
-    return RotorChain([draw.uniform(0.5, 4) for _ in wa], [draw.uniform(1, 8) for _ in wa], wa, wab,
-                      wa, [draw.randint(0, 1 << 20) for _ in wa], [0] * (stages + 1))
-
-
 def test_large_chain() -> None:
-    chain = big(120)
+    chain = large_chain(120)
     table = rotor(chain)
     top = table.slots * table.slot_bytes
     times = []

@@ -200,6 +200,25 @@ def test_a_submodule_that_writes_is_refused() -> None:
     assert "forward" not in vars(model[1])
 
 
+class Keeping(nn.Linear):
+    """Counts its calls, and keeps the latest result."""
+
+    calls = 0
+    latest: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.latest = super().forward(x)
+        return self.latest
+
+
+def test_the_attribute_with_a_tensor_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Keeping(8, 8))
+    with pytest.raises(rkmate.CaptureError, match=r"1 cannot run as it is.*leaves tensors in latest"):
+        planned(model, torch.randn(6, 8), settings=rkmate.Settings(opaque=("1",)))
+    assert model[1].calls == 0 and model[1].latest is None
+
+
 class Moved(nn.Linear):
     """As some routers: to the type that it has."""
 

@@ -130,6 +130,20 @@ def test_a_loss_with_parameters_is_a_submodule(copied: Callable[[nn.Module], nn.
     assert not hasattr(model, "loss_fn") and list(lossy.state_dict()) == list(model.state_dict())
 
 
+def test_submodules_replaced_in_the_dictionary() -> None:
+    """As libraries do that quantise layers: ``module._modules[name] = ...``."""
+    model, (x, y) = Net(0.0), batch()
+    lossy = rkmate.with_loss(model, Warm())
+    lossy._modules["loss_fn"] = nn.CrossEntropyLoss()
+    lossy._modules["extra"] = nn.ReLU()
+    assert list(lossy._modules) == [*model._modules, "loss_fn"] and "extra" in model._modules
+    assert len(lossy._modules) == len(model._modules) + 1
+    assert torch.equal(lossy(x, loss_args=(y,)), F.cross_entropy(model(x), y))
+    del lossy._modules["extra"]
+    assert lossy._modules.copy() == {**model._modules, "loss_fn": lossy.loss_fn}
+    assert not hasattr(model, "extra") and not hasattr(model, "loss_fn")
+
+
 def test_a_loss_of_the_models_own_is_in_it_once() -> None:
     model = Net()
     model.loss_fn = Warm()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 import rkmate
+from rkmate.ir.schedule import Schedule
 from rkmate.ir.simulate import simulate
 from rkmate.pipeline.model import origin_of
 from rkmate.pipeline.prepare import prepare, trace
@@ -124,3 +127,38 @@ def test_a_graph_that_does_not_fit_its_costs_is_no_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(content))
     with pytest.raises(rkmate.PlanError, match="not a complete plan"):
         rkmate.Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(("text", "why"), [
+    ("{", "is not a complete plan file"), ("[1]", "is not an rkmate plan"),
+    ('{"peak": 1}', "is not an rkmate plan"), ('{"checksum": "", "format": 0}', "has format 0; this")])
+def test_files_that_are_no_plans(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(rkmate.PlanError, match=why):
+        rkmate.Plan.load(tmp_path / "plan.json")
+
+
+def test_an_edited_file_is_no_plan(tmp_path: Path) -> None:
+    wrapped().plan.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({**content, "peak_bytes": 1}))
+    with pytest.raises(rkmate.PlanError, match="was changed after it was saved"):
+        rkmate.Plan.load(tmp_path / "plan.json")
+
+
+def _other_device(plan: rkmate.Plan) -> rkmate.Plan:
+    assert plan.origin is not None
+    return replace(plan, fingerprint="", origin=replace(plan.origin, device="cuda:0"))
+
+
+@pytest.mark.parametrize(("edit", "why"), [
+    (lambda plan: replace(plan, peak_bytes=plan.peak_bytes + 1), "its peak is .* the simulator says"),
+    (lambda plan: replace(plan, schedule=Schedule(plan.schedule.steps[1:])), "does not run on this model"),
+    (lambda plan: replace(plan, compiled="a compiler"), "compile=True, and this call says False"),
+    (lambda plan: replace(plan, fingerprint=""), "belongs to another model"),
+    (_other_device, "was made for cuda:0, and this is cpu")])
+def test_plans_that_a_model_cannot_follow(edit: Callable[[rkmate.Plan], rkmate.Plan], why: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1)), torch.randn(2, 4)
+    plan = rkmate.plan(model, (x,), budget=1.0, settings=Settings(costs="analytic"), progress=False)
+    with pytest.raises(rkmate.PlanError, match=why):
+        rkmate.wrap(model, (x,), plan=edit(plan), progress=False)

@@ -129,10 +129,10 @@ class OpaqueCall:
                     found.append(tuple(form_of(t.detach()) for t in self.run(given)))
                     if several_ranks():
                         self._try_backward(given)
-                assigned = before.assigned()
+                left = [a.path for a in before.assigned() if tensors_in(a.new)]
                 before.restore()
-                if any(tensors_in(a.new) for a in assigned):
-                    raise OpaqueError(self.name, f"it leaves tensors in {assigned[0].path}")
+                if left:
+                    raise OpaqueError(self.name, f"it leaves tensors in {left[0]}")
         if found[0] != found[1]:
             raise OpaqueError(self.name, f"the shapes of its results {_DEPEND}")
         self.forms[at] = found[0]

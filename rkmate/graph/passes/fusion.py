@@ -59,11 +59,6 @@ class Cluster(OwnFunction):
         return tuple(operator_name(n.target).strip("_") for n in self.graph.nodes
                      if isinstance(n.target, OpOverload) and not is_view(n))
 
-    @functools.cached_property
-    def text(self) -> str:
-        """The generated function under its own name; equal for equal computations."""
-        return self.function(self.name)
-
     def function(self, name: str, write: Writer = Writer()) -> str:
         """Return the generated function under another name: a decorator that has it compiled, and its
         operations, named in full: equal groups have equal code."""
@@ -198,10 +193,6 @@ class Reads:
                 found.update(dict.fromkeys(self.readers(user) if is_view(user) else (user,)))
             self._found[node] = tuple(found)
         return self._found[node]
-
-    def seen_as(self, node: fx.Node) -> list[fx.Node]:
-        """Return a value and its views."""
-        return [node, *(v for user in node.users if is_view(user) for v in self.seen_as(user))]
 
 
 # -- What is computed again ------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Deferred:
     """The caller's tensor behind each placeholder of the graph; the kind ``kept`` is a value that the forward
     leaves for it."""
     kept: dict[fx.Node, fx.Node]
-    """Of these: the value of the joint graph."""
+    """The value of the joint graph for each placeholder of the kind ``kept``."""
     result: fx.Node
     """The output in the graph."""
     origin: dict[fx.Node, fx.Node]

@@ -93,10 +93,10 @@ class OwnFunction(ABC):
     def _opname(self) -> str:
         return self.name
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """The generated function under its own name; equal for equal computations."""
-        raise NotImplementedError
+        return self.function(self.name)
 
     @abstractmethod
     def function(self, name: str, write: Writer = Writer()) -> str:

@@ -169,7 +169,7 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
             "unless the budget holds no schedule with them.",
             fuse, when=("compiled",)),
 )
-"""In the order in which they work."""
+"""All rewrites, in the order in which they run."""
 
 
 # -- Simplification --------------------------------------------------------------------------------

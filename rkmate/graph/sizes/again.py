@@ -71,7 +71,7 @@ class _Known:
     step: _Step | None
     capture: Capture | None
     made: dict[Hashable, Any] = field(default_factory=dict)
-    """What later stages have made of it; each result takes about as much memory as the capture."""
+    """Results of later stages; each takes about as much memory as the capture."""
 
     @property
     def nodes(self) -> int:

@@ -360,7 +360,7 @@ class _Recorder(TorchDispatchMode):
     def _value(self, of: torch.Tensor) -> torch.Tensor:
         """Return the value of a tensor that depends on no input (position ids), or on those of a kind (masks
         of ones), which libraries ask for."""
-        values: dict[torch.Tensor, Any] = _ByIdentity()
+        values: dict[torch.Tensor, Any] = {}                # by identity, as tensors are hashed
         todo = [of]
         if self._wrote:
             raise _Refused("asks for a value")
@@ -475,28 +475,3 @@ class _Recorder(TorchDispatchMode):
             if x is not None and not isinstance(x, torch.Tensor):
                 raise _Refused(f"{func} returns a value")
         return [None if x is None else form_of(x)._replace(requires_grad=False) for x in leaves], spec
-
-
-class _ByIdentity(dict[torch.Tensor, Any]):
-    """A tensor by its identity; keeps it alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._of: dict[int, tuple[torch.Tensor, Any]] = {}
-
-    def __setitem__(self, t: torch.Tensor, value: Any) -> None:
-        self._of[id(t)] = (t, value)
-
-    def __getitem__(self, t: torch.Tensor) -> Any:
-        return self._of[id(t)][1]
-
-    def __contains__(self, t: object) -> bool:
-        return id(t) in self._of
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def get(self, t: torch.Tensor, default: Any = None) -> Any:
-        found = self._of.get(id(t))
-        return default if found is None else found[1]
-

@@ -92,7 +92,7 @@ class _Casts:
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _casts: _Casts | None = None
-"""Of the capture that is under way: there is one at a time."""
+"""Casts of the capture that is under way: there is one at a time."""
 
 
 def _casts_to(x: torch.Tensor) -> torch.dtype | None:
@@ -273,7 +273,7 @@ def check_transforms(program: fx.GraphModule) -> None:
 
 
 _LEAVES = ("_unwrap_for_grad", "_grad_decrement_nesting", "_jvp_decrement_nesting")
-"""What such transforms end with, by name."""
+"""Names of the functions that transforms of torch.func end with."""
 
 
 class LostTransform(RuntimeError):
@@ -361,7 +361,7 @@ _NORMS = (F.batch_norm, F.instance_norm)
 _READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _WRITE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-"""What makes a tensor one that is trained, or no longer trained."""
+"""Methods that make a tensor one that is trained, or no longer trained."""
 _OF_SPARSE = tuple(getattr(torch.Tensor, name) for name in (
     "_nnz", "_indices", "_values", "indices", "values", "crow_indices", "col_indices", "ccol_indices",
     "row_indices"))

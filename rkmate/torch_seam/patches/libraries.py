@@ -70,7 +70,7 @@ def is_observer(hook: Any) -> bool:
 
 
 class _Records(threading.local):
-    """What hooks of transformers record in a part of a forward, in each thread."""
+    """Records of hooks of transformers in a part of a forward, in each thread."""
 
     state: tuple[Any, ...] = ()
     kept: ClassVar[dict[tuple[Any, ...], tuple[dict[str, Any], threading.RLock]]] = {}

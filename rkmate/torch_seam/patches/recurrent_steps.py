@@ -19,7 +19,7 @@ from rkmate.torch_seam.own import Gradient, OwnOperator, register
 aten = torch.ops.aten
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Of what the input contributes to a step, of what the state contributes, and of the state itself."""
+"""Gradients of what the input contributes to a step, of what the state contributes, and of the state."""
 
 
 def gates_of(from_input: torch.Tensor, from_hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:

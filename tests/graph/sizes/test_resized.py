@@ -113,8 +113,22 @@ def hold(model: nn.Module, call: Call, known_sizes: tuple[int, int], sizes: tupl
         assert_same_capture(derived, capture(model, *call(n)))
 
 
+class InOrder(nn.Linear):
+    """Asks for a value that depends on no input: whether positions are in order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(x.shape[0])
+        return super().forward(x * 2 if bool((place[1:] - place[:-1] == 1).all()) else x)
+
+
+def rows(n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Rows of four numbers."""
+    return (torch.randn(n, 4),), {}
+
+
 @pytest.mark.parametrize(("model", "call", "sizes"), [(Attention(), tokens, (7, 12)),
-                                                      (convolutions(), images, (4, 6))])
+                                                      (convolutions(), images, (4, 6)),
+                                                      (InOrder(4, 2), rows, (3, 5))])
 def test_a_derived_capture_is_the_capture(model: nn.Module, call: Call, sizes: tuple[int, int]) -> None:
     hold(model, call, sizes, (17,))
 

@@ -202,7 +202,7 @@ class _Writer:
         with self.graph.inserting_before(node):
             operands = {o: self._operand(o, form) for o, form in forms.items()}
             before = node.prev
-            tile = RowTile(self.graph, math.prod(self.shift.left), operands, forms, region.rows)
+            tile = RowTile(self.graph, math.prod(self.shift.left), operands, forms)
             self.values[node] = emit_sum(node, tile) if node in region.sums \
                 else emit(node, region.forms[node], tile)
         while before.next is not node:

@@ -92,7 +92,7 @@ def build(region: Region, nodes: Collection[fx.Node], results: Sequence[fx.Node]
         forms = region.needs(node)
         operands: Mapping[fx.Node, fx.Node] = {
             o: values[o] if o in nodes else made[o, form] for o, form in forms.items()}
-        tile = RowTile(graph, n, operands, forms, region.rows)
+        tile = RowTile(graph, n, operands, forms)
         values[node] = emit_sum(node, tile, is_part=True) if node in region.sums \
             else emit(node, region.forms[node], tile)
     graph.output(tuple(values[r] for r in results))
@@ -330,7 +330,7 @@ class _Making:
                         for o, form in forms.items()}
             before = self.anchor.prev
             with self.graph.inserting_before(self.anchor):
-                tile = RowTile(self.graph, count, operands, forms, region.rows)
+                tile = RowTile(self.graph, count, operands, forms)
                 made = emit_sum(node, tile) if node in region.sums else emit(node, region.forms[node], tile)
             self._values[node, start] = made
             while before.next is not self.anchor:

@@ -81,8 +81,6 @@ class RowTile:
     value: Mapping[fx.Node, fx.Node]
     """The tile's value of each operand."""
     forms: Mapping[fx.Node, int]
-    rows: int
-    """Of all tiles."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operation."""

@@ -54,11 +54,6 @@ class InTiles(OwnFunction):
         """Return the most bytes in addition to the results: of one tile, and of sums in another type than
         their result's. `inside`: the temporaries of an operation of a tile."""
 
-    @functools.cached_property
-    def text(self) -> str:
-        """The generated function under its own name; equal for equal computations."""
-        return self.function(self.name)
-
     def sum_bytes(self, *, apart: bool = False) -> int:
         """Return the bytes of the sums. `apart`: only of sums in another type than their result's."""
         return sum(math.prod(g.shape) * g.sums_in.itemsize for g in self.gives

@@ -1,6 +1,6 @@
-"""Rotor: the optimal persistent sequence of a heterogeneous chain (Beaumont et al. 2019, RR-9302).
-
-Theorem 1 and algorithms 1 and 2, as the case of one option a block of `rkmate.rotor.rk_rotor`.
+"""Rotor in the notation of its paper (Beaumont et al. 2019, RR-9302): the optimal persistent sequence of a
+heterogeneous chain. Theorem 1 and algorithms 1 and 2 are the case of one option a block of
+`rkmate.rotor.rk_rotor`.
 
 Two things in print do not agree with the paper's own table 1, which is what is followed here. The
 theorem lost its overlines: ``m_all = max(wd[t] + wab[s] + of[s], wd[s] + wab[s] + wd[s-1] + ob[s])``
@@ -9,6 +9,7 @@ and C_all subtracts ``wab[s]``. And algorithm 2's plain forwards stop at stage s
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,3 +63,12 @@ class RotorChain:
 def rotor(chain: RotorChain, slots: int = 500, slot_bytes: int | None = None) -> Table:
     """Solve a chain for every budget. Budgets include a^0, so C_BP(1, L+1, M - wa[0]) answers M."""
     return solve(chain.chain(), slots, slot_bytes)
+
+
+def large_chain(stages: int) -> RotorChain:
+    """Return a chain whose stages all differ: times in milliseconds, sizes of up to megabytes."""
+    draw = random.Random(1)
+    wa = [draw.randint(1 << 18, 1 << 22) for _ in range(stages + 1)]
+    wab = [a + draw.randint(0, 1 << 23) for a in wa]
+    return RotorChain([draw.uniform(0.5, 4) for _ in wa], [draw.uniform(1, 8) for _ in wa], wa, wab,
+                      wa, [draw.randint(0, 1 << 20) for _ in wa], [0] * (stages + 1))
