@@ -97,7 +97,7 @@ def _same_steps(model: nn.Module, lengths: Sequence[int]) -> None:
             loss = m(x)
             loss.backward()
             found.append([loss, *(p.grad for p in m.parameters())])
-        assert all(map(torch.equal, *found))
+        assert all(one is two is None or torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] = {
@@ -112,3 +112,39 @@ def test_calls_that_differ(case: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "rkmate"):
         _same_steps(model, (64, 64, 48, 16, 64, 16))
     assert "is planned by parts: layers.0 to layers.2, 3 in all" in caplog.text
+
+
+class Slope(Layer):
+    """Adds the slope of a function of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slope: torch.Tensor = torch.func.grad(lambda t: super(Slope, self).forward(t).square().sum())(x)
+        return super().forward(x) + slope
+
+
+class Direction(Layer):
+    """Takes a derivative in forward mode."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, found = torch.func.jvp(super().forward, (x,), (torch.ones_like(x),))
+        return torch.tanh(x) + found
+
+
+def _once(layer: nn.Module, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+    found: torch.Tensor = layer(x)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is")
+@pytest.mark.parametrize("kind", [Slope, Direction])
+def test_transforms_of_torch_func(kind: Callable[[], nn.Module]) -> None:
+    """They run in the step that is observed, with hooks on saved tensors, and after a refused capture."""
+    torch.manual_seed(0)
+    _same_steps(Stack(kind, _once), (64, 64, 64))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is")
+def test_a_refused_capture_leaves_forward_mode() -> None:
+    with pytest.raises(rkmate.CaptureError, match="amax"):
+        rkmate.wrap(Stack(Direction, _once), (torch.randn(8, 16),), budget=1.0, progress=False)
+    torch.func.jvp(torch.sin, (torch.ones(3),), (torch.ones(3),))
