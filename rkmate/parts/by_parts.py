@@ -464,11 +464,12 @@ class Parts(FollowedParts):
         room = max(int((plan.planned.plan.budget_bytes - own) * kind.sizes_of(module)[0])
                    for kind, plan, own in found)
         kind = found[0][0]
-        settings = replace(self._settings(kind.taught), loss_bytes=extra + left - left // calls)
+        settings = replace(self._settings("all"), loss_bytes=extra + left - left // calls)
         if settings.offload is not None:
             settings = replace(settings, offload=settings.offload.part(1, calls))
         self._put(module, replace(self.planning, budget=Budget(bytes=room + extra + left),
-                                  settings=settings, shared_inputs=kind.known_shared, is_part=True,
+                                  settings=settings, shared_inputs=kind.known_shared,
+                                  taught=frozenset(k for kind, *_ in found for k in kind.taught),
                                   over=functools.partial(self._refused, module, room=room + extra + left),
                                   more_calls=self._have_measured,
                                   calls_at_once=sum(m is module for k, *_ in found for m, _ in k.calls)),

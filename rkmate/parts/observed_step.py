@@ -25,7 +25,7 @@ from rkmate.device.protocol import MeterError, PartsMeter
 from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import bytes_held
-from rkmate.torch_seam.tensors import is_spread_out, key_of, storage_lives
+from rkmate.torch_seam.tensors import is_spread_out, key_of, saved_tensors_seen, storage_lives
 
 _MADE = 5
 """How many times its bytes a caller makes, and keeps, of a result that more calls follow: mean, deviation,
@@ -203,7 +203,7 @@ class ObservedStep(Figures):
             self.finish()
             self._given = {k for t in tensors_in(given) if t.grad_fn is None and (k := key_of(t)) is not None}
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, attrgetter("tensor")), self._measured():
+            with saved_tensors_seen(self._pack, attrgetter("tensor")), self._measured():
                 yield
         finally:
             self._depth -= 1

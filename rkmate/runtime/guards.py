@@ -14,7 +14,7 @@ from rkmate import device as devices
 from rkmate.graph.capture.answers import Kinds
 from rkmate.graph.capture.captured import Capture
 from rkmate.graph.capture.state import Assigned
-from rkmate.graph.capture.structure import take_call_apart
+from rkmate.graph.capture.structure import one_tensor, take_call_apart
 from rkmate.runtime.snapshot import (
     Equivalents,
     Overrides,
@@ -94,6 +94,8 @@ class Guards(NamedTuple):
     """Observations of the inputs' values by the forward, if it looks at them."""
     records: tuple[Any, ...] = ()
     """Outputs of submodules that a library records in a call of the model around this one."""
+    one: tuple[int, ...] = ()
+    """Which of the tensors among the arguments are the same object (`one_tensor`)."""
 
 
 class ModuleReader:
@@ -251,7 +253,7 @@ def guards_of(reader: ModuleReader, args: Sequence[Any], kwargs: Mapping[str, An
     kinds = {*module.kinds, *devices.autocast_kinds(t.device for t in tensors)}
     return Guards(module.flags, module.attributes, shapes, structure, tuple(map(by_content, constants)),
                   autocast_now(kinds), _kernels(), module.places, torch.get_default_dtype(),
-                  records=recorded_here()), tensors
+                  records=recorded_here(), one=one_tensor(tensors)), tensors
 
 
 def autocast_now(kinds: Iterable[str]) -> tuple[tuple[str, torch.dtype], ...]:
@@ -285,6 +287,7 @@ _WORDS = {
     "default_dtype": "the default dtype",
     "kinds": "which of its masks are all ones, or which positions are in order",
     "records": "which outputs of its submodules are recorded (output_hidden_states, output_attentions)",
+    "one": "which of its arguments are one tensor",
     "values": "what its forward reads from the values of its inputs, or how many elements they pick",
 }
 

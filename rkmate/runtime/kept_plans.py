@@ -58,8 +58,9 @@ class Planning:
     """Calls before a backward whose plans, each made for one call, share a larger budget."""
     shared_inputs: frozenset[int] = frozenset()
     """Numbers of the tensors among the arguments that others use, too, and contribute gradients to."""
-    is_part: bool = False
-    """Whether it is for a part of a model, whose step has shown the inputs that others use."""
+    taught: frozenset[int] | None = None
+    """Numbers of the outputs that gradients came to, for a part of a model whose step has shown that, and the
+    inputs that others use. Calls with other outputs have those of them that there are. None: not a part."""
     counts_calls: bool = False
     """Whether later steps are planned for as many calls before a backward as were seen in one."""
     engines: Engines | None = None

@@ -176,7 +176,10 @@ class PlanCache:
             derived, recording = derive(self.model, args, kwargs, key, members)
             traced = like.traced if like is not None else trace(
                 self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
-        captured = traced.capture
+        captured, taught = traced.capture, self.planning.taught
+        if like is None and taught is not None:
+            mask = tuple(ok and k in taught for k, ok in enumerate(captured.differentiable))
+            traced = replace(traced, wanted=mask if any(mask) else traced.wanted)
         latest = others[-1] if others else self.kept.latest()
         if latest is not None and (derived is not None or not (like or plan or ranks or self._saved)):
             traced = replace(traced, wanted=latest.mask_for(captured) or traced.wanted)
@@ -216,7 +219,7 @@ class PlanCache:
         key = self.observations.add(self.observations.look(key, captured.looked), captured.recipe)
         # What is kept holds no tensors of this call.
         known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted,
-                               sums=frozenset(() if self.planning.is_part else terms_in(traced.capture)),
+                               sums=frozenset(terms_in(traced.capture) if taught is None else ()),
                                inputs=key.inputs)
         known.go_on_from(before)
         if before is None and others and ranks is None and traced.settings is attempts[0].settings:
@@ -240,7 +243,7 @@ class PlanCache:
         handed, before = handed_on(traced, key.inputs, [
             s for s in others if ranks is None or s.inputs == key.inputs])
         attempts, split = [handed], self.planning.shared_inputs
-        may_split = plan is None and ranks is None and not (self._saved or self.planning.is_part)
+        may_split = plan is None and ranks is None and not self._saved and self.planning.taught is None
         if like is None and split:
             attempts = [replace(handed, capture=with_terms(traced.capture, split))]
         elif like is None and may_split and (terms := few_terms(traced.capture)):

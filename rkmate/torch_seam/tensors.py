@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
+from unittest import mock
 
 import torch
 from torch import nn
@@ -239,6 +240,23 @@ def without_saved_tensor_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def saved_tensors_seen(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+                       ) -> Iterator[None]:
+    """Call hooks on saved tensors (`saved_tensors_hooks`), except inside of the transforms of torch.func:
+    these raise an error where there are hooks."""
+    plain = torch.autograd.graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def disabled(message: str) -> Iterator[None]:
+        with without_saved_tensor_hooks(), plain(message):
+            yield
+
+    with mock.patch.object(torch.autograd.graph, plain.__name__, disabled), \
+            torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def after_backward(call: Callable[[], None]) -> None:

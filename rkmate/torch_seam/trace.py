@@ -23,6 +23,7 @@ from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors as D
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx import _lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -128,6 +129,22 @@ def graphs_without_code() -> AbstractContextManager[None]:
 def inside_transform() -> bool:
     """Return whether a torch.func transform (vmap, grad, jvp) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def forward_mode_ended() -> Iterator[None]:
+    """Leave, at the end, each level of forward-mode derivatives (`torch.func.jvp`) that a trace has entered
+    inside, and has not left because it ended in an error."""
+    before = getattr(forward_ad, _LEVEL, None)
+    try:
+        yield
+    finally:
+        while before is not None and getattr(forward_ad, _LEVEL) > before:
+            forward_ad.exit_dual_level()
+
+
+_LEVEL = "_current_level"
+"""The name under which torch counts such levels."""
 
 
 def inside_fake_mode() -> bool:

@@ -209,6 +209,8 @@ TABLE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         nn.Sequential(nn.Linear(8, 8), _Asserting(8, 8)), (X,), budget=0.5)),
     "packed sequence": (C, "lengths of a packed sequence", lambda: _wrap(
         _Packed(8, 8), (torch.randn(3, 2, 8), torch.tensor([3, 2])))),
+    "packed sequence as an argument": (C, "lengths of a packed sequence", lambda: _wrap(
+        nn.GRU(8, 8), (nn.utils.rnn.pack_sequence([torch.randn(3, 8), torch.randn(2, 8)]),))),
     "rows that a mask picks": (C, r"return x\[x > 0\]: .* Compute all rows", lambda: _wrap(_Picking(8, 8))),
     "sizes of an image in a tensor": (C, "interpolate.* A value of a tensor decides .* pass what was decided",
                                       lambda: _wrap(_Resizing(8, 8))),

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 import rkmate
 from rkmate.measure.step import measure_peak
+from tests.options import options_of
 from tests.semantics.steps import Heads, Tower, assert_same_gradients, planned, tightest
 
 Pair = namedtuple("Pair", "left right")
@@ -473,3 +474,52 @@ def test_an_input_that_others_use_too(depth: int, around: str) -> None:
         found.append(first.weight.grad.clone())  # type: ignore[union-attr]
     torch.testing.assert_close(*found)
     assert (depth > 2 and around != "nothing") or torch.equal(*found)
+
+
+class Attending(nn.Module):
+    """Asks whether arguments are one tensor, as `nn.MultiheadAttention` does, and uses one several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.own = nn.MultiheadAttention(16, 4, batch_first=True), nn.Linear(16, 16)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, *more: torch.Tensor, other: torch.Tensor
+                ) -> torch.Tensor:
+        found: torch.Tensor = self.attend(query, key, more[0], need_weights=False)[0] + query + other
+        return self.own(query) * found if other is query else found
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_arguments_that_are_one_tensor(learns: bool) -> None:
+    """A plan is for calls whose arguments are one tensor in the same places."""
+    torch.manual_seed(0)
+    model = Attending()
+    twin = copy.deepcopy(model)
+    x, y = (torch.randn(2, 5, 16).requires_grad_(learns) for _ in range(2))
+    module = rkmate.wrap(model, (x, x, x), {"other": x}, budget=1.0, **options_of(
+        costs="analytic", trains="all", progress=False))
+    for args, other in (((x, x, x), x), ((x, y, y), y), ((x, y, y), x), ((x, x, x), x)):
+        found = []
+        for m, run in ((twin, twin), (model, module)):
+            for t in (x, y, *m.parameters()):
+                t.grad = None
+            out = run(*args, other=other)
+            out.square().sum().backward()
+            found.append([out, x.grad, y.grad, *(p.grad for p in m.parameters())])
+        assert all(one is two is None or torch.equal(one, two) for one, two in zip(*found, strict=True))
+    assert len(module._plans) == 3
+
+
+def test_indices_that_are_one_tensor_are_planned_as_any_others() -> None:
+    class Embedding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 16)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.table(ids) @ self.table.weight.T, labels)
+
+    ids, others = torch.arange(8), torch.arange(8).flip(0)
+    module = planned(Embedding(), ids, ids)
+    module(ids, others).backward()
+    assert len(module._plans) == 1

@@ -91,6 +91,7 @@ from rkmate.torch_seam.patches.numerics import WRITTEN_ANEW, ChecksByValue
 from rkmate.torch_seam.tensors import storage_id
 from rkmate.torch_seam.trace import (
     export_joint,
+    forward_mode_ended,
     graphs_without_code,
     load,
     quiet,
@@ -195,7 +196,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     completes (a configuration, a table that later ones read) is as a first forward leaves it.
     """
     check_once()
-    with local_parameters(model):
+    with local_parameters(model), forward_mode_ended():
         return with_opaque(model, opaque, lambda: _whole(model, args, kwargs))
 
 
@@ -394,7 +395,7 @@ def _in_first_way(flat: FlatModule, ways: Sequence[Callable[[], AbstractContextM
     failed: list[Exception] = []
     for way in ways:
         try:
-            with way():
+            with way(), forward_mode_ended():
                 return trace()
         except MadeByFirstCall:
             raise

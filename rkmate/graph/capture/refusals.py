@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from rkmate import device as devices
 from rkmate.errors import ArgumentError, CaptureError
@@ -331,7 +332,9 @@ def explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     reason = text.split("\n")[0] or type(error).__name__
     place = place_of(error, program)
     data_dependent = is_data_dependent(error)
-    if isinstance(error, TypeError) and "FakeTensor" in text and _through(error, _RECURRENT):
+    packed = any(isinstance(v, PackedSequence) for v in (*args, *kwargs.values()))
+    if (data_dependent and packed) or (
+            isinstance(error, TypeError) and "FakeTensor" in text and _through(error, _RECURRENT)):
         reason = "the lengths of a packed sequence are values of a tensor, and decide its shapes"
         hint = (": pad instead, and read the output at the lengths (gather); rkmate.dtr runs such "
                 "models as they are")

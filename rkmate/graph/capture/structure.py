@@ -221,8 +221,9 @@ def take_apart(value: Any, *, result: bool, after: Sequence[torch.Tensor] = (),
     identity.
 
     Objects that pytree does not know, and that hold tensors, become skeletons. For a ``result``,
-    the same tensor found twice is one slot; in arguments each occurrence has a slot of its own, and of a
-    DTensor the local part is taken. Other objects are kept as they are: the model gets the very object.
+    the same tensor found twice is one slot. In arguments each occurrence has a number of its own, and the
+    slot of the first occurrence stands for all that are `one_tensor`; of a DTensor the local part is taken.
+    Other objects are kept as they are: the model gets the very object.
     """
     flat, spec = pytree.tree_flatten(value)
     tensors: list[torch.Tensor] = [*after]
@@ -230,10 +231,12 @@ def take_apart(value: Any, *, result: bool, after: Sequence[torch.Tensor] = (),
 
     def slot(t: torch.Tensor) -> _Slot:
         place = placed(t) if not result and is_dtensor(t) else None
-        if not result or id(t) not in index:
-            index[id(t)] = len(tensors)
+        known = index.get(id(t))
+        if known is None or not result:
             tensors.append(t if place is None else local_part(t))
-        return _Slot(index[id(t)], place)
+        if known is None or not (result or (place is None and takes_gradients(t))):
+            known = index[id(t)] = len(tensors) - 1
+        return _Slot(known, place)
 
     leaves: list[Any] = []
     for leaf in flat:
@@ -244,6 +247,22 @@ def take_apart(value: Any, *, result: bool, after: Sequence[torch.Tensor] = (),
         else:
             leaves.append(_skeleton(leaf, slot))
     return tensors, Structure(spec, tuple(leaves), len(tensors))
+
+
+def takes_gradients(t: torch.Tensor) -> bool:
+    """Return whether a tensor's numbers are such that it can require a gradient."""
+    return t.is_floating_point() or t.is_complex()
+
+
+def one_tensor(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return, for each tensor among the arguments of a call, the number of the first one that is the same
+    object: a forward may ask whether they are (attention does), and their gradients are added up. Empty where
+    no two are the same. Each index or mask counts as another tensor."""
+    if len({*map(id, tensors)}) == len(tensors):
+        return ()
+    first: dict[int, int] = {}
+    found = [first.setdefault(id(t), k) if takes_gradients(t) else k for k, t in enumerate(tensors)]
+    return tuple(found) if found != [*range(len(found))] else ()
 
 
 def take_call_apart(args: Sequence[Any], kwargs: Mapping[str, Any]
