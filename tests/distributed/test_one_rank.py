@@ -54,6 +54,24 @@ def _least(rank: int) -> dict[str, Any]:
     return {}
 
 
+def _first(rank: int) -> dict[str, Any]:
+    """Take the first two steps of shapes of the same size, with a loss that takes nearly all of the budget if
+    it is not computed in chunks."""
+    def peaks(budget: int, shapes: int = 1, **how: Any) -> list[int]:
+        model = sharded(model=GPT(2048, 32, 2))
+        rkmate.apply(model, budget=budget, progress=False, settings=Settings(costs="analytic", **how))
+        found = []
+        for k in range(shapes):
+            ids = torch.randint(WORDS, (8 << k, 64 >> k))
+            for _ in range(2):
+                found.append(devices.of(ids).measure_peak(lambda ids=ids: model(ids).backward()).peak)
+                model.zero_grad()
+        return found
+
+    whole = max(peaks(1 << 40, chunked_loss="never"))
+    return {"whole": whole, "below": peaks(int(0.93 * whole)), "above": peaks(int(1.01 * whole), shapes=3)}
+
+
 class _Growing(GPT):
     """A model that holds further bytes next to its head."""
 
@@ -310,7 +328,7 @@ def _compiled(first: bool) -> dict[str, Any]:
 
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "reading": _reading, "looked at": _looked_at, "handed on": _handed_on, "hooked": _hooked,
-    "least": _least,
+    "least": _least, "first": _first,
     "compiled first": lambda _: _compiled(True), "compiled later": lambda _: _compiled(False),
     **{kind: functools.partial(lambda rank, kind: _over_many_steps(kind), kind=kind)
        for kind in ("kept", "larger", "larger in evaluation", "uneven", "grown", "frozen")}}
@@ -320,6 +338,19 @@ def test_the_smallest_budget_is_what_its_steps_take(found: Found) -> None:
     mine, = found["least"]
     assert "failed" not in mine, mine["failed"]
     assert mine["least"] > 0 and mine["peaks"] == [mine["least"]] * 2
+
+
+def test_the_loss_is_computed_in_chunks_from_the_first_step_on_where_nothing_else_fits(found: Found) -> None:
+    mine, = found["first"]
+    assert "failed" not in mine, mine["failed"]
+    assert max(mine["below"]) <= 0.93 * mine["whole"], mine
+
+
+def test_the_loss_is_whole_in_the_first_step_of_a_shape_that_fits(found: Found) -> None:
+    """Calls of other shapes hold nothing now."""
+    mine, = found["first"]
+    assert "failed" not in mine, mine["failed"]
+    assert min(mine["above"]) > 0.95 * mine["whole"], mine
 
 
 @pytest.mark.parametrize("kind", ["kept", "frozen"])
