@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rkmate.errors import RankError, RkmateError
-from rkmate.runtime.agreement import BY_PARTS, Ranks, as_refusal, as_text, ranks_in
+from rkmate.runtime.agreement import BY_PARTS, Ranks, ranks_in
 from rkmate.torch_seam.trace import collectives_run
 
 
@@ -69,9 +69,5 @@ class OneDecision:
             if self._ranks is None or isinstance(error, RankError):     # which every rank has
                 raise
             refused = error
-        if self._ranks is None:
-            return
-        texts = self._ranks.told("" if refused is None else as_text(refused))
-        found = [(rank, text) for rank, text in zip(self._ranks.numbers, texts, strict=True) if text]
-        if found:
-            raise as_refusal(*max(found, key=lambda told: int(json.loads(told[1])[0]))) from refused
+        if self._ranks is not None:
+            self._ranks.refuse_as_one(refused)

@@ -19,7 +19,7 @@ from rkmate.device import MeterError
 from rkmate.device.events import waits_for_backward
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
-from rkmate.graph.capture.collectives import groups_of
+from rkmate.graph.capture.collectives import groups_of, outlines
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.ir.plan import in_one_line
 from rkmate.offload.target import Engines
@@ -532,7 +532,8 @@ class PlanCache:
 
         If the forward communicates, the first rank of its process group plans for all, with the costs of the
         slowest one, and the ranks compare the schedules that they will follow. Raises `RankError` on all of
-        them if these differ.
+        them if these differ. If ranks compute different things between the same collectives, each has a plan
+        of its own.
         """
         def make(by: Measured | None = None) -> Executable:
             return self._own_executable(replace(traced, measured_by=by), budget, plan, known, like,
@@ -541,6 +542,10 @@ class PlanCache:
         ranks = ranks_in(groups_of(traced.capture.graph))
         if ranks is None:
             return make()
+        if plan is None and ranks.differ_between(*outlines(traced.capture)):
+            logger.warning("ranks compute different things between the collectives of %s, which are the "
+                           "same: each rank has a plan of its own", traced.name)
+            return ranks.each(make, lambda e: e.plan)
         found = ranks.together(make if plan is not None else lambda: self._led(ranks, make, traced, budget))
         ranks.same_schedule(found.plan)
         return found
