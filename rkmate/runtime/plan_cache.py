@@ -35,6 +35,7 @@ from rkmate.runtime.agreement import (
     Description,
     Ranks,
     description,
+    exchanges_in,
     ranks_in,
     ranks_of,
     refusals_told,
@@ -102,6 +103,8 @@ class PlanCache:
         self.reads = Reads()
         self._ranks: Ranks | None = None
         """The ranks that make plans for new signatures together; None: each process plans alone."""
+        self._agreed: list[tuple[object, list[str]]] = []
+        """Captures of forwards that communicate, and collectives of plans that all ranks have compared."""
         self._engines = planning.engines or Engines(planning.settings.offload)
 
     def __len__(self) -> int:
@@ -185,7 +188,8 @@ class PlanCache:
         plans = [e.known for s in others for m, e in s.executables.items()
                  if e.known is not None and m == traced.wanted]
         try:
-            together = None if ranks is not None else ranks_in(groups_of(captured.graph))
+            meets = ranks is None and not self._is_agreed(traced, like)
+            together = ranks_in(groups_of(captured.graph)) if meets else None
             if together is not None:
                 together.agree(self._described(args, kwargs))
 
@@ -540,15 +544,22 @@ class PlanCache:
                                         derived=derived)
 
         ranks = ranks_in(groups_of(traced.capture.graph))
-        if ranks is None:
+        if ranks is None or self._is_agreed(traced, like):
             return make()
         if plan is None and ranks.differ_between(*outlines(traced.capture)):
             logger.warning("ranks compute different things between the collectives of %s, which are the "
                            "same: each rank has a plan of its own", traced.name)
-            return ranks.each(make, lambda e: e.plan)
-        found = ranks.together(make if plan is not None else lambda: self._led(ranks, make, traced, budget))
-        ranks.same_schedule(found.plan)
+            found = ranks.each(make, lambda e: e.plan)
+        else:
+            found = ranks.together(make if plan else lambda: self._led(ranks, make, traced, budget))
+            ranks.same_schedule(found.plan)
+        self._agreed.append((traced.capture, exchanges_in(found.plan)))
         return found
+
+    def _is_agreed(self, traced: Traced, like: Prototype | None) -> bool:
+        """Return whether a plan to follow has the collectives of one that the ranks have compared."""
+        return like is not None and any(known is traced.capture and found == exchanges_in(
+            like.planned.plan) for known, found in self._agreed)
 
     def _own_executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,
                         known: Sequence[KnownPlan] = (), like: Prototype | None = None, *,

@@ -16,7 +16,7 @@ import rkmate
 from rkmate.measure.step import measure_step
 from rkmate.parts.followed_parts import FollowedParts
 from rkmate.pipeline.settings import Settings
-from tests.distributed.ranks import Block, Found, are_equal, caught, steps
+from tests.distributed.ranks import Block, Found, are_equal, caught, steps, whole
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"), pytest.mark.slow,
               pytest.mark.xdist_group("two processes")]
@@ -257,7 +257,34 @@ def _noted(rank: int) -> dict[str, Any]:
     return {"found": found}
 
 
+def _follows_alone(rank: int) -> dict[str, Any]:
+    """Sharded layers that communicate: one rank shares its budget out again, alone."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for planned in (False, True):
+        net = _Net(_ReducedBlock, Block)
+        for layer in net.layers:
+            fully_shard(layer)
+        fully_shard(net)
+        if planned:
+            rkmate.apply(net, budget=0.8, progress=False, settings=SETTINGS)
+        losses = []
+        for k in range(6):
+            if planned and k == 4 and rank == 1:
+                for layer in net.layers:
+                    shown = rkmate.applied(layer)
+                    assert shown is not None
+                    shown._plans.follow(shown._plans._prototypes)
+            loss = net(_alike(rank, k))
+            loss.backward()
+            losses.append(loss.detach())
+        found.append([*losses, *(whole(p.grad) for p in net.parameters())])
+    return {"equal": are_equal(*found)}
+
+
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "follows alone": _follows_alone,
     "refused": _refused, "noted": _noted, "communicates": lambda rank: _applied(
         rank, 0.8, _ReducedBlock, data=_alike), "again": _again,
     "skipped": lambda rank: _applied(rank, 0.7, Block, _Counting, skipped=-rank),
@@ -273,6 +300,12 @@ def test_a_refusal_of_one_rank_is_raised_by_all_replicas_after_their_gradients_w
         assert one[1].startswith("rank 1: _Net is planned by parts"), one
         assert one[2] % microbatches == 0
     assert first["found"][2] == second["found"][2] == ("nothing", "", 4)
+
+
+def test_a_rank_that_shares_its_budget_out_again_keeps_no_other_waiting(found: Found) -> None:
+    for mine in found["follows alone"]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine["equal"]
 
 
 def test_a_refusal_of_one_rank_is_that_of_all(found: Found) -> None:
