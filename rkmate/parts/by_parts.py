@@ -141,7 +141,15 @@ class Parts(FollowedParts):
         """A call of the model, by parts."""
         if is_unobserved():
             return call(*args, **kwargs)
-        self._next_step()
+        self._one.raise_noted()
+        try:
+            self._next_step()
+        except InfeasibleBudget as error:
+            if not self._one.leaves_note(error):
+                raise
+            self._forget()
+            logger.warning("%s. This step runs as it is; after it, all ranks raise this error", error)
+            return call(*args, **kwargs)
         if self._is_planned:
             called = call(*args, **kwargs)
             return called if self._followed is None else self._followed.follow(called)

@@ -338,6 +338,10 @@ class Sharded(ShardedParts):
     def _has_planned(self) -> None:
         self._leader._has_new_parts |= self._now is not None        # the next step is measured (again)
 
+    @property
+    def _gathered(self) -> int:
+        return self._exchanges.gathered
+
     def planning_apart(self) -> AbstractContextManager[object]:
         """Return a context to plan a call in, in the middle of a step that may be measured."""
         step = self._leader._step

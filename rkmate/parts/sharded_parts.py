@@ -34,8 +34,8 @@ from rkmate.support.progress import Progress
 from rkmate.torch_seam.modules import forward_hooks_of, forward_pre_hooks_of, inside_of_sharded, is_sharded
 
 _SURELY = 1.1
-"""The multiple of an estimated budget that the first step has to exceed for a loss to be computed in chunks
-at once: from then on, last bits differ."""
+"""The multiple of a budget, estimated from a fraction, that the first step has to exceed for a loss to be
+computed in chunks at once: from then on, last bits differ."""
 
 
 class ShardedParts(OneBudget):
@@ -63,6 +63,11 @@ class ShardedParts(OneBudget):
 
     def _has_planned(self) -> None:
         """Note that a call has got a plan, in the middle of a step."""
+        raise NotImplementedError
+
+    @property
+    def _gathered(self) -> int:
+        """Bytes of the model's parameters that are gathered now."""
         raise NotImplementedError
 
     def provide(self, follower: Follower, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -136,14 +141,23 @@ class ShardedParts(OneBudget):
         return part
 
     def _about(self) -> int:
-        """Return the bytes that planned calls save without recomputation, and those of own parameters."""
-        return own_bytes(self._model, self.units) + sum(
-            part.whole.saved for chosen in self._chosen.values() for part in chosen)
+        """Return the bytes that the calls of this step save without recomputation, and those of own
+        parameters."""
+        return own_bytes(self._model, self.units) + sum(part.whole.saved for part in self._open)
+
+    @property
+    def _open(self) -> list[Part]:
+        """What waits for its backward now: the newest part of a planned module, once for each of its
+        calls."""
+        return [part for follower, chosen in self._chosen.items() for part in [*chosen][-1:]
+                for _ in follower.cache.open_calls.now()]
 
     def _is_surely_too_large(self, loss: Part) -> bool:
         """Return whether a step that computes the loss as the original does exceeds the budget, even if all
-        layers save as little as they can."""
-        budget = self.planning.budget.of(self._about() + loss.whole.saved + loss.whole.extra)
-        layers = sum(part.least_saved for chosen in self._chosen.values() for part in chosen)
-        least = min(w.saved + w.extra for w in loss.forms[0].ways)
-        return own_bytes(self._model, self.units) + layers + least > _SURELY * budget
+        layers save as little as they can. Parameters that are gathered now are gathered in its backward,
+        too."""
+        given = self.planning.budget
+        budget: float = given.of(self._about() + loss.whole.saved + loss.whole.extra)
+        budget *= 1 if given.bytes else _SURELY
+        least = min(w.saved + w.extra for w in loss.forms[0].ways) + sum(p.least_saved for p in self._open)
+        return max(self._gathered, own_bytes(self._model, self.units)) + least > budget

@@ -34,6 +34,7 @@ from rkmate import device as devices
 from rkmate.device.protocol import MeterError
 from rkmate.errors import ArgumentError, CaptureError, InfeasibleBudget, RankError, RkmateError, sendable
 from rkmate.ir.cd import Cost, Kernel, read_cost
+from rkmate.ir.schedule import Compute, Loss, Start
 from rkmate.measure.analytic import Costs
 from rkmate.pipeline.model import shape_of
 from rkmate.pipeline.prepare import Blocked, Measured, Traced, block, cost_memory, measured_costs
@@ -384,6 +385,36 @@ class Ranks:
             raise RkmateError(f"the first process could not plan: {found}")
         return follow(found)
 
+    def differ_between(self, operations: str, collectives: str) -> bool:
+        """Return whether ranks run different operations between the same collectives, of which none runs
+        again. Each rank may have a plan of its own then."""
+        mine = [hashlib.sha256(text.encode()).hexdigest() for text in (operations, collectives)]
+        steps, exchanges = zip(*map(json.loads, self.told(json.dumps(mine))), strict=True)
+        return len({*steps}) > 1 and len({*exchanges}) == 1 and bool(collectives)
+
+    @shows_signs()
+    def each(self, make: Callable[[], T], plan_of: Callable[[T], Plan]) -> T:
+        """Return what this rank makes for itself, and compare the collectives of the plans. If some ranks
+        cannot make any, all raise the refusal of one; `RankError` if the collectives differ."""
+        made: list[T] = []
+        refused: RkmateError | None = None
+        try:
+            made.append(make())
+        except Exception as error:
+            refused = error if isinstance(error, RkmateError) else RkmateError(
+                f"{type(error).__name__}: {error}")
+        self.refuse_as_one(refused)
+        self.agree({"the collectives of their plans": exchanges_in(plan_of(made[0]))})
+        return made[0]
+
+    def refuse_as_one(self, own: RkmateError | None) -> None:
+        """Raise the refusal of one rank on all of them, if there is one. If several refuse a budget, it is
+        that of the rank that needs most. `own`: of this rank."""
+        found = [(rank, text) for rank, text in zip(
+            self._numbers, self.told("" if own is None else as_text(own)), strict=True) if text]
+        if found:
+            raise as_refusal(*max(found, key=lambda told: int(json.loads(told[1])[0]))) from own
+
     @shows_signs()
     def together(self, call: Callable[[], T]) -> T:
         """Return what a call returns, if it succeeds on all ranks. Raises `RankError` if it fails on another
@@ -502,6 +533,19 @@ class Ranks:
         for rank, line in zip(self._numbers, lines, strict=True):
             ranks.setdefault(line, []).append(rank)
         return ", ".join(f"rank {', '.join(map(str, some))}: {line}" for line, some in ranks.items())
+
+
+def exchanges_in(plan: Plan) -> list[str]:
+    """Return the order in which a plan's collectives begin, with the end of the forward."""
+    graph, begun, found = plan.graph.cd, set[int](), []
+    for step in plan.schedule.steps:
+        if isinstance(step, Loss):
+            found.append("the end of the forward")
+        elif isinstance(step, Start) or (isinstance(step, Compute) and graph.c[step.c].exchanges):
+            if step.c not in begun:
+                found.append(f"{graph.c[step.c].name}, {[graph.d[j].size for j in graph.c[step.c].outputs]}")
+            begun ^= {step.c} if isinstance(step, Start) or step.c in begun else set()
+    return found
 
 
 def _larger(one: Cost, other: Cost) -> Cost:

@@ -298,12 +298,13 @@ def is_alike(key: Guards, other: Guards, hooks_outside: bool = False, *, attribu
     """Return whether all that a plan is specialised on is equal in two calls, except which objects the
     submodules are, and what stands in the place of their calls.
 
-    `hooks_outside`: whether the module's own hooks run around its plan. `attributes`: whether these are
-    compared, too.
+    `hooks_outside`: whether the module's own hooks run around its plan. `attributes`: whether these, and the
+    classes of the submodules, are compared, too.
     """
     def parts(key: Guards) -> tuple[Any, ...]:
+        own = (attributes_in(key, hooks_outside), [o for o in key.flags.parts.objects if isinstance(o, type)])
         return (*key._replace(flags=None, attributes=None, values=None),  # type: ignore[arg-type]
-                key.flags.flags, attributes_in(key, hooks_outside) if attributes else None)
+                key.flags.flags, own if attributes else None)
 
     return parts(key) == parts(other)
 

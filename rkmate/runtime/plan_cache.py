@@ -19,7 +19,7 @@ from rkmate.device import MeterError
 from rkmate.device.events import waits_for_backward
 from rkmate.errors import InfeasibleBudget
 from rkmate.graph.blocks.expressions import source_key
-from rkmate.graph.capture.collectives import groups_of
+from rkmate.graph.capture.collectives import groups_of, outlines
 from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.ir.plan import in_one_line
 from rkmate.offload.target import Engines
@@ -35,6 +35,7 @@ from rkmate.runtime.agreement import (
     Description,
     Ranks,
     description,
+    exchanges_in,
     ranks_in,
     ranks_of,
     refusals_told,
@@ -102,6 +103,8 @@ class PlanCache:
         self.reads = Reads()
         self._ranks: Ranks | None = None
         """The ranks that make plans for new signatures together; None: each process plans alone."""
+        self._agreed: list[tuple[object, list[str]]] = []
+        """Captures of forwards that communicate, and collectives of plans that all ranks have compared."""
         self._engines = planning.engines or Engines(planning.settings.offload)
 
     def __len__(self) -> int:
@@ -188,7 +191,8 @@ class PlanCache:
         plans = [e.known for s in others for m, e in s.executables.items()
                  if e.known is not None and m == traced.wanted]
         try:
-            together = None if ranks is not None else ranks_in(groups_of(captured.graph))
+            meets = ranks is None and not self._is_agreed(traced, like)
+            together = ranks_in(groups_of(captured.graph)) if meets else None
             if together is not None:
                 together.agree(self._described(args, kwargs))
 
@@ -535,18 +539,30 @@ class PlanCache:
 
         If the forward communicates, the first rank of its process group plans for all, with the costs of the
         slowest one, and the ranks compare the schedules that they will follow. Raises `RankError` on all of
-        them if these differ.
+        them if these differ. If ranks compute different things between the same collectives, each has a plan
+        of its own.
         """
         def make(by: Measured | None = None) -> Executable:
             return self._own_executable(replace(traced, measured_by=by), budget, plan, known, like,
                                         derived=derived)
 
         ranks = ranks_in(groups_of(traced.capture.graph))
-        if ranks is None:
+        if ranks is None or self._is_agreed(traced, like):
             return make()
-        found = ranks.together(make if plan is not None else lambda: self._led(ranks, make, traced, budget))
-        ranks.same_schedule(found.plan)
+        if plan is None and ranks.differ_between(*outlines(traced.capture)):
+            logger.warning("ranks compute different things between the collectives of %s, which are the "
+                           "same: each rank has a plan of its own", traced.name)
+            found = ranks.each(make, lambda e: e.plan)
+        else:
+            found = ranks.together(make if plan else lambda: self._led(ranks, make, traced, budget))
+            ranks.same_schedule(found.plan)
+        self._agreed.append((traced.capture, exchanges_in(found.plan)))
         return found
+
+    def _is_agreed(self, traced: Traced, like: Prototype | None) -> bool:
+        """Return whether a plan to follow has the collectives of one that the ranks have compared."""
+        return like is not None and any(known is traced.capture and found == exchanges_in(
+            like.planned.plan) for known, found in self._agreed)
 
     def _own_executable(self, traced: Traced, budget: Budget, plan: Plan | None = None,
                         known: Sequence[KnownPlan] = (), like: Prototype | None = None, *,

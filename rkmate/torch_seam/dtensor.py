@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -178,6 +179,23 @@ def as_dtensors() -> Iterator[None]:
             place.registry[place.name] = local
 
 
+@contextmanager
+def noting_dtensors(note: Callable[[], None]) -> Iterator[None]:
+    """Call a function whenever a DTensor is made inside of the context, before it is."""
+    types = dtensor_types()
+    if not types:
+        yield
+        return
+    plain: Any = types[0].__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        note()
+        plain(self, *args, **kwargs)
+
+    with mock.patch.object(types[0], "__init__", made):
+        yield
+
+
 def local_results(value: Any) -> tuple[Any, dict[int, Placed]]:
     """Return a result with the local parts of its DTensors, and for each, by its id, what it was."""
     found: dict[int, Placed] = {}
@@ -189,6 +207,6 @@ def local_results(value: Any) -> tuple[Any, dict[int, Placed]]:
         found[id(part)] = placed(leaf)
         return part
 
-    if not local_names():
+    if not any(map(is_dtensor, tensors_in(value))):
         return value, found
     return pytree.tree_map(local, value), found

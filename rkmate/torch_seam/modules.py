@@ -286,6 +286,13 @@ def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch
     module._apply(function, recurse)
 
 
-def running_data_parallel() -> nn.Module | None:
+def running_data_parallel() -> Any:
     """Return the DistributedDataParallel whose forward is running; None if none is."""
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def is_called_equally_often() -> bool:
+    """Return whether the DistributedDataParallel whose forward is running reduces gradients as often on all
+    ranks: none has left early (``join``)."""
+    around = running_data_parallel()
+    return around is not None and not around._join_config.enable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import rkmate
 from rkmate.measure.step import measure_step
 from rkmate.parts.followed_parts import FollowedParts
 from rkmate.pipeline.settings import Settings
-from tests.distributed.ranks import Block, Found, are_equal, caught, steps
+from tests.distributed.ranks import Block, Found, are_equal, caught, steps, whole
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"), pytest.mark.slow,
               pytest.mark.xdist_group("two processes")]
@@ -74,6 +75,13 @@ class _Counting(Block):
         counts = torch.bincount((x.detach().mean(-1) > 0).long(), minlength=2)
         dist.all_reduce(counts)
         return super().forward(x) * (1.0 if counts[0] < 1e6 else 2.0)
+
+
+class _Choosing(Block):
+    """A block that decides by values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.0 if x.detach().sum().item() < 1e6 else 2.0)
 
 
 class _Net(nn.Module):
@@ -229,11 +237,75 @@ def _strided(rank: int) -> dict[str, Any]:
     return {"equal": are_equal(steps(plain, plain, [x]), steps(planned, planned, [x])), "said": said}
 
 
+def _noted(rank: int) -> dict[str, Any]:
+    """Layers that do not communicate, in a DistributedDataParallel: one rank has a larger batch than its
+    budget leaves room for, in the first or in a later microbatch of a step. Then with a larger budget."""
+    found = []
+    for share, microbatches in ((0.1, 1), (0.1, 3), (4.0, 1)):
+        net = _Net(Block, _Choosing)
+        replicas = nn.parallel.DistributedDataParallel(net)
+        rkmate.apply(net, budget=int(share * 20e6), progress=False, settings=SETTINGS)
+        ran = [0]
+
+        def train(microbatches: int = microbatches, replicas: Any = replicas, ran: list[int] = ran) -> None:
+            for k in range(4):
+                for j in range(microbatches):
+                    with nullcontext() if j == microbatches - 1 else replicas.no_sync():
+                        replicas(_data(rank, k, 8192 if rank else 64)).backward()
+                    ran[0] += 1
+        found.append((*caught(train), ran[0]))
+    return {"found": found}
+
+
+def _follows_alone(rank: int) -> dict[str, Any]:
+    """Sharded layers that communicate: one rank shares its budget out again, alone."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for planned in (False, True):
+        net = _Net(_ReducedBlock, Block)
+        for layer in net.layers:
+            fully_shard(layer)
+        fully_shard(net)
+        if planned:
+            rkmate.apply(net, budget=0.8, progress=False, settings=SETTINGS)
+        losses = []
+        for k in range(6):
+            if planned and k == 4 and rank == 1:
+                for layer in net.layers:
+                    shown = rkmate.applied(layer)
+                    assert shown is not None
+                    shown._plans.follow(shown._plans._prototypes)
+            loss = net(_alike(rank, k))
+            loss.backward()
+            losses.append(loss.detach())
+        found.append([*losses, *(whole(p.grad) for p in net.parameters())])
+    return {"equal": are_equal(*found)}
+
+
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "refused": _refused, "communicates": lambda rank: _applied(
+    "follows alone": _follows_alone,
+    "refused": _refused, "noted": _noted, "communicates": lambda rank: _applied(
         rank, 0.8, _ReducedBlock, data=_alike), "again": _again,
     "skipped": lambda rank: _applied(rank, 0.7, Block, _Counting, skipped=-rank),
     "alone": _alone, "strided": _strided}
+
+
+def test_a_refusal_of_one_rank_is_raised_by_all_replicas_after_their_gradients_were_reduced(found: Found
+                                                                                           ) -> None:
+    first, second = found["noted"]
+    assert "failed" not in first and "failed" not in second, (first, second)
+    for one, other, microbatches in zip(first["found"][:2], second["found"][:2], (1, 3), strict=True):
+        assert one == other and one[0] == "InfeasibleBudget", (one, other)
+        assert one[1].startswith("rank 1: _Net is planned by parts"), one
+        assert one[2] % microbatches == 0
+    assert first["found"][2] == second["found"][2] == ("nothing", "", 4)
+
+
+def test_a_rank_that_shares_its_budget_out_again_keeps_no_other_waiting(found: Found) -> None:
+    for mine in found["follows alone"]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine["equal"]
 
 
 def test_a_refusal_of_one_rank_is_that_of_all(found: Found) -> None:

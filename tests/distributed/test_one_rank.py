@@ -21,7 +21,7 @@ from benchmarks.ranks import GPT, sharded
 from rkmate import device as devices
 from rkmate.parts.sharded import LATER
 from rkmate.pipeline.settings import Settings
-from tests.distributed.ranks import Found, whole
+from tests.distributed.ranks import Found, are_equal, whole
 
 pytestmark = [pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed"),
               pytest.mark.xdist_group("two processes")]
@@ -52,6 +52,57 @@ def _least(rank: int) -> dict[str, Any]:
         least = error.minimum_bytes or 0
         return {"least": least, "peaks": _peaks(least)}
     return {}
+
+
+def _first(rank: int) -> dict[str, Any]:
+    """Take the first two steps of shapes of the same size, with a loss that takes nearly all of the budget if
+    it is not computed in chunks."""
+    def peaks(budget: int, shapes: int = 1, **how: Any) -> list[int]:
+        model = sharded(model=GPT(2048, 32, 2))
+        rkmate.apply(model, budget=budget, progress=False, settings=Settings(costs="analytic", **how))
+        found = []
+        for k in range(shapes):
+            ids = torch.randint(WORDS, (8 << k, 64 >> k))
+            for _ in range(2):
+                found.append(devices.of(ids).measure_peak(lambda ids=ids: model(ids).backward()).peak)
+                model.zero_grad()
+        return found
+
+    whole = max(peaks(1 << 40, chunked_loss="never"))
+    return {"whole": whole, "below": peaks(int(0.93 * whole)), "above": peaks(int(1.01 * whole), shapes=3)}
+
+
+class _Square(torch.nn.Sequential):
+    """Differs from its base in its forward alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(x).square()
+        return found
+
+
+def _other_classes(rank: int) -> dict[str, Any]:
+    """Layers with equal parameters and attributes, whose classes, or those inside of them, differ."""
+    from torch.distributed.fsdp import fully_shard
+
+    def trained(budget: float | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        kinds = (torch.nn.Sequential, torch.nn.Tanh), (torch.nn.Sequential, torch.nn.Sigmoid), (
+            _Square, torch.nn.Tanh)
+        model = torch.nn.Sequential(*(kind(torch.nn.Linear(8, 8), act(), torch.nn.Linear(8, 8))
+                                      for kind, act in kinds * 2))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        if budget is not None:
+            rkmate.apply(model, budget=budget, progress=False, settings=Settings(costs="analytic"))
+        losses = []
+        for _ in range(4):
+            loss = model(torch.ones(4, 8)).mean()
+            loss.backward()
+            losses.append(loss.detach())
+        return [*losses, *(whole(p.grad) for p in model.parameters())]
+
+    return {"equal": are_equal(trained(None), trained(1.0))}
 
 
 class _Growing(GPT):
@@ -310,7 +361,7 @@ def _compiled(first: bool) -> dict[str, Any]:
 
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "reading": _reading, "looked at": _looked_at, "handed on": _handed_on, "hooked": _hooked,
-    "least": _least,
+    "least": _least, "first": _first, "other classes": _other_classes,
     "compiled first": lambda _: _compiled(True), "compiled later": lambda _: _compiled(False),
     **{kind: functools.partial(lambda rank, kind: _over_many_steps(kind), kind=kind)
        for kind in ("kept", "larger", "larger in evaluation", "uneven", "grown", "frozen")}}
@@ -320,6 +371,25 @@ def test_the_smallest_budget_is_what_its_steps_take(found: Found) -> None:
     mine, = found["least"]
     assert "failed" not in mine, mine["failed"]
     assert mine["least"] > 0 and mine["peaks"] == [mine["least"]] * 2
+
+
+def test_layers_that_differ_in_their_classes_have_plans_of_their_own(found: Found) -> None:
+    mine, = found["other classes"]
+    assert "failed" not in mine, mine["failed"]
+    assert mine["equal"]
+
+
+def test_the_loss_is_computed_in_chunks_from_the_first_step_on_where_nothing_else_fits(found: Found) -> None:
+    mine, = found["first"]
+    assert "failed" not in mine, mine["failed"]
+    assert max(mine["below"]) <= 0.93 * mine["whole"], mine
+
+
+def test_the_loss_is_whole_in_the_first_step_of_a_shape_that_fits(found: Found) -> None:
+    """Calls of other shapes hold nothing now."""
+    mine, = found["first"]
+    assert "failed" not in mine, mine["failed"]
+    assert min(mine["above"]) > 0.95 * mine["whole"], mine
 
 
 @pytest.mark.parametrize("kind", ["kept", "frozen"])

@@ -1,5 +1,6 @@
 """Two gloo processes with tensor-parallel models: one plan on the local parts of parameters, with the outputs
-and the gradients of the original, within the budget."""
+and the gradients of the original, within the budget. The same for models that make DTensors in their forward,
+also if ranks compute other things between the collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import rkmate
 from rkmate import device as devices
@@ -212,9 +213,49 @@ def _replicas_refused(rank: int) -> dict[str, Any]:
                        failing(lambda net: rkmate.wrap(net, (x,), **CHOSEN))]}
 
 
+class _InParts(Net):
+    """Each rank has a part of a sequence. It attends to the parts of all ranks, or to those up to its own; it
+    may gather the others' parts and leave them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.mesh = kind, init_device_mesh("cpu", (2,))
+
+    def _seen(self, x: torch.Tensor) -> torch.Tensor:
+        rank = dist.get_rank()
+        every = DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False).redistribute(
+            placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        if self.kind == "up to its own":
+            every = every[:, :(rank + 1) * x.shape[1]]
+        return x if self.kind == "left by one" and rank == 0 else every
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            every = self._seen(x)
+            x = block(x + (x @ every.transpose(1, 2)).softmax(-1) @ every)
+        return self.head(x)
+
+
+def _in_parts(rank: int, kind: str) -> dict[str, Any]:
+    net, plain, x = _InParts(kind), _InParts(kind), _data("sequence", rank)
+    if kind == "left by one":
+        return {"error": caught(lambda: rkmate.wrap(net, (x,), **CHOSEN))}
+    too_small = caught(lambda: rkmate.wrap(net, (x,), **{**CHOSEN, "budget": 0.01}))
+    run = rkmate.wrap(net, (x,), **CHOSEN)
+    mine, theirs = (_steps(m, m, "sequence", rank) for m in (run, plain))
+
+    def step() -> None:
+        run(x).square().mean().backward()
+    peak = devices.of(x).measure_peak(step).peak
+    return {"equal": are_equal(mine, theirs), "one plan": _schedules(run.plan), "error": too_small,
+            "peak": peak, "budget": run.plan.budget_bytes}
+
+
+IN_PARTS = ("all", "up to its own", "left by one")
 KINDS = ("tensor", "sequence", "dropout", "distributed output", "distributed input")
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{kind: lambda rank, kind=kind: _wrapped(rank, kind) for kind in KINDS},
+    **{kind: lambda rank, kind=kind: _in_parts(rank, kind) for kind in IN_PARTS},
     "applied": _applied, "later": _later, "peak": _peak, "loss parallel": _loss_parallel,
     "input refused": _input_refused, "replicas refused": _replicas_refused}
 
@@ -227,6 +268,24 @@ def test_it_is_planned_as_one(found: Found, kind: str) -> None:
         assert " over 2 ranks" in mine["table"]
         assert mine["kinds"][0] == mine["kinds"][1] == (
             "DTensor" if kind == "distributed output" else "Tensor")
+
+
+@pytest.mark.parametrize("kind", IN_PARTS[:2])
+def test_dtensors_that_a_forward_makes_are_planned(found: Found, kind: str) -> None:
+    """Between the collectives, ranks may compute other things: each has a plan of its own then."""
+    for mine in found[kind]:
+        assert "failed" not in mine, mine["failed"]
+        assert mine["equal"] and mine["peak"] <= mine["budget"], mine
+        assert mine["one plan"] == (kind == "all")
+    first, second = (mine["error"] for mine in found[kind])
+    assert first == second and first[0] == "InfeasibleBudget", (first, second)
+
+
+def test_ranks_that_leave_out_a_collective_are_refused(found: Found) -> None:
+    """One rank does not read its result, and its plan would not run it."""
+    (_, first), (_, second) = (mine["error"] for mine in found["left by one"])
+    assert "planning has failed on rank 1: PlanError" in first
+    assert "belongs to another model" in second and "branch on its rank" in second
 
 
 def test_inputs_that_no_plan_can_hold(found: Found) -> None:

@@ -70,7 +70,13 @@ from rkmate.graph.capture.values import (
     taken_for_granted,
 )
 from rkmate.torch_seam.containers import tensors_in
-from rkmate.torch_seam.dtensor import as_dtensors, local_names, local_parameters, local_results
+from rkmate.torch_seam.dtensor import (
+    as_dtensors,
+    local_names,
+    local_parameters,
+    local_results,
+    noting_dtensors,
+)
 from rkmate.torch_seam.modules import (
     HOOKED,
     buffers_by_path,
@@ -115,9 +121,14 @@ class _Found:
     """Tensors that it has returned, or left changed."""
     differentiates: bool = False
     """Whether it asks for a gradient by itself."""
+    has_dtensors: bool = False
+    """Whether it computes with DTensors."""
 
     def note_gradient(self) -> None:
         self.differentiates = True
+
+    def note_dtensor(self) -> None:
+        self.has_dtensors = True
 
 
 _Told = Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]]
@@ -145,7 +156,8 @@ class FlatModule(nn.Module):
         before = self._inputs.held_by_objects(args, kwargs)
         members, buffers = members_of(args, kwargs), list(self.model.buffers())
         with repaired("forward", self.model), nullcontext() if is_off(INNER) else \
-                noting_inner_gradients(self.found.note_gradient), as_dtensors(), self._told(tensors):
+                noting_inner_gradients(self.found.note_gradient), as_dtensors(), \
+                noting_dtensors(self.found.note_dtensor), self._told(tensors):
             out, placed = local_results(planned_part_of_call(self.model)(*args, **kwargs))
             of_modules, now = held_by_modules(self.model), set(map(id, self.model.buffers()))
             replaced = {id(b): b.clone() for b in buffers if id(b) not in now}     # before they are written
@@ -362,13 +374,15 @@ def _export(flat: FlatModule, tensors: tuple[torch.Tensor, ...], values: Values 
     """Return the exported program, in the first way in which that succeeds; the module itself where none does
     and its forward differentiates, and where it computes with DTensors, whose backward an exported program
     does not have."""
-    if local_names():
+    def computes_with_dtensors(how: str) -> FlatModule:
         if values is not None:
-            raise CaptureError(f"{type(flat.model).__name__} has DTensor parameters, and its forward reads "
-                               "values of its inputs (.item(), masks), which cannot be planned together: "
-                               "read these values outside of the forward, or apply rkmate to the parts that "
-                               "read none")
+            raise CaptureError(f"{type(flat.model).__name__} {how} DTensors, and its forward reads values of "
+                               "its inputs (.item(), masks), which cannot be planned together: read these "
+                               "values outside of the forward, or apply rkmate to the parts that read none")
         return flat
+
+    if local_names():
+        return computes_with_dtensors("has parameters that are")
 
     def export() -> Any:
         program = torch.export.export(flat, tensors, strict=False).module()
@@ -383,6 +397,8 @@ def _export(flat: FlatModule, tensors: tuple[torch.Tensor, ...], values: Values 
     except CaptureError:
         raise
     except Exception:
+        if flat.found.has_dtensors:
+            return computes_with_dtensors("makes")
         if flat.found.differentiates:
             return flat
         raise
@@ -459,7 +475,7 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value
             text = "" if values is not None else _text_of_program(program, model)
             if known is not None and text and text == known.program:
                 return replace(known, effects=flat.found.effects), flat.found.assigned
-            module = _joint_of_distributed(flat, tensors) if local_names() else \
+            module = _joint_of_distributed(flat, tensors) if local_names() or flat.found.has_dtensors else \
                 export_joint(program, tensors, WRITTEN_ANEW)
             structure = flat.found.structure
             assert structure is not None

@@ -37,6 +37,7 @@ from rkmate.torch_seam.collectives import (
     has_constants,
     is_traceable,
 )
+from rkmate.torch_seam.nodes import VALUE
 from rkmate.torch_seam.patches.custom_functions import caller_of
 from rkmate.torch_seam.schema import given_to, schema_of
 from rkmate.torch_seam.tensors import TorchDispatchMode
@@ -97,6 +98,32 @@ def groups_of(graph: fx.Graph) -> tuple[str, ...]:
     """Return the names of the process groups that a captured graph communicates in, each once."""
     return tuple(dict.fromkeys(group_of(n) for n in graph.nodes if n.op == "call_function"
                                and communicates(n.target, n.args, n.kwargs)))
+
+
+def outlines(capture: Any) -> tuple[str, str]:
+    """Return the operations of a captured step, without constants, and those of them that communicate and
+    whose results are read, in order; the latter are empty if some may run again (they gather parameters)."""
+    numbers: dict[fx.Node, int] = {}
+    every, mine = [], []
+    of_others: set[fx.Node] = set()     # what is made of anything else than parameters
+    read: set[fx.Node] = set()
+    for node in reversed(capture.graph.nodes):
+        if node.op == "output" or node in read:
+            read.update(node.all_input_nodes)
+    for node in capture.graph.nodes:
+        value = node.meta.get(VALUE)
+        shape = f" {value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        what = f"{node.target if node.op == 'call_function' else node.op}{shape}"
+        numbers[node] = len(numbers)
+        every.append(f"{what} {[numbers[n] for n in node.all_input_nodes]}")
+        source = capture.sources.get(node)
+        if (source is not None and source.kind != "param") or of_others.intersection(node.all_input_nodes):
+            of_others.add(node)
+        if node in read and node.op == "call_function" and communicates(node.target, node.args, node.kwargs):
+            mine.append(f"{what} in {group_of(node)}")
+            if node not in of_others:
+                return "\n".join(every), ""
+    return "\n".join(every), "\n".join(mine)
 
 
 @contextmanager
