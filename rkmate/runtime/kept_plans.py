@@ -72,6 +72,12 @@ class Planning:
     """Told of a call for which the budget is too small: it gets the smallest budget that can be met. None: it
     is refused."""
 
+    def taught_mask(self, capture: Capture) -> TangentMask | None:
+        """Return, for each output of a part, whether gradients came to it (`taught`); None where a call has
+        none of these outputs, and for a module that is no part."""
+        mask = tuple(ok and k in (self.taught or ()) for k, ok in enumerate(capture.differentiable))
+        return mask if any(mask) else None
+
     @property
     def unverified(self) -> Planning:
         """A copy for a part of a step, whose first run is compared with no measurement of its own."""

@@ -179,10 +179,9 @@ class PlanCache:
             derived, recording = derive(self.model, args, kwargs, key, members)
             traced = like.traced if like is not None else trace(
                 self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
-        captured, taught = traced.capture, self.planning.taught
-        if like is None and taught is not None:
-            mask = tuple(ok and k in taught for k, ok in enumerate(captured.differentiable))
-            traced = replace(traced, wanted=mask if any(mask) else traced.wanted)
+        captured, is_part = traced.capture, self.planning.taught is not None
+        if like is None:
+            traced = replace(traced, wanted=self.planning.taught_mask(captured) or traced.wanted)
         latest = others[-1] if others else self.kept.latest()
         if latest is not None and (derived is not None or not (like or plan or ranks or self._saved)):
             traced = replace(traced, wanted=latest.mask_for(captured) or traced.wanted)
@@ -191,8 +190,8 @@ class PlanCache:
         plans = [e.known for s in others for m, e in s.executables.items()
                  if e.known is not None and m == traced.wanted]
         try:
-            meets = ranks is None and not self._is_agreed(traced, like)
-            together = ranks_in(groups_of(captured.graph)) if meets else None
+            alone = ranks is not None or self._is_agreed(traced, like)
+            together = None if alone else ranks_in(groups_of(captured.graph))
             if together is not None:
                 together.agree(self._described(args, kwargs))
 
@@ -223,7 +222,7 @@ class PlanCache:
         key = self.observations.add(self.observations.look(key, captured.looked), captured.recipe)
         # What is kept holds no tensors of this call.
         known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted,
-                               sums=frozenset(terms_in(traced.capture) if taught is None else ()),
+                               sums=frozenset(() if is_part else terms_in(traced.capture)),
                                inputs=key.inputs)
         known.go_on_from(before)
         if before is None and others and ranks is None and traced.settings is attempts[0].settings:
@@ -463,8 +462,7 @@ class PlanCache:
         that takes more than the budget."""
         mask = found.compiled.wanted
         with planning_lock:
-            latest = known.executables[mask]
-            if latest is not found or not self.reads.often:
+            if (latest := known.executables[mask]) is not found or not self.reads.often:
                 return latest               # another thread was here meanwhile
             held = held_tensors(known.capture, self.model, tensors)
             traced = replace(known.traced, wanted=mask, tensors=held)
@@ -539,19 +537,18 @@ class PlanCache:
 
         If the forward communicates, the first rank of its process group plans for all, with the costs of the
         slowest one, and the ranks compare the schedules that they will follow. Raises `RankError` on all of
-        them if these differ. If ranks compute different things between the same collectives, each has a plan
-        of its own.
+        them if these differ. If they compute different things between the same collectives, each plans alone.
         """
         def make(by: Measured | None = None) -> Executable:
-            return self._own_executable(replace(traced, measured_by=by), budget, plan, known, like,
-                                        derived=derived)
+            here = replace(traced, measured_by=by)
+            return self._own_executable(here, budget, plan, known, like, derived=derived)
 
         ranks = ranks_in(groups_of(traced.capture.graph))
         if ranks is None or self._is_agreed(traced, like):
             return make()
         if plan is None and ranks.differ_between(*outlines(traced.capture)):
-            logger.warning("ranks compute different things between the collectives of %s, which are the "
-                           "same: each rank has a plan of its own", traced.name)
+            logger.warning("ranks compute different things between equal collectives of %s: each has a plan "
+                           "of its own", traced.name)
             found = ranks.each(make, lambda e: e.plan)
         else:
             found = ranks.together(make if plan else lambda: self._led(ranks, make, traced, budget))

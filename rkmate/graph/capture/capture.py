@@ -235,7 +235,9 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
             return _of_one_call(model, args, kwargs)
         except Exception as again:      # what it still does after its first call
             before.restore()
-            raise (again if isinstance(again, CaptureError) else CaptureError(str(error))) from None
+            if isinstance(again, CaptureError) and not isinstance(again, (_NotRepeated, MadeByFirstCall)):
+                raise again from None
+            raise CaptureError(str(again if isinstance(again, CaptureError) else error)) from None
 
 
 def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:

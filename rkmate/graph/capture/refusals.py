@@ -359,7 +359,9 @@ def name_line(model: nn.Module, error: CaptureError) -> None:
     it names one."""
     place = place_of(error, None) or place_in(getattr(error, "stack", ""))
     if place and not re.search(r"\.py:\d", str(error)):
-        error.args = f"{type(model).__name__} cannot be captured{place}: {error}", *error.args[1:]
+        name = type(model).__name__
+        reason = str(error).removeprefix(f"{name}: ")
+        error.args = f"{name} cannot be captured{place}: {reason}", *error.args[1:]
 
 
 def refuse_sparse(model: nn.Module, graph: fx.Graph) -> None:
