@@ -19,6 +19,7 @@ from rkmate.errors import ArgumentError
 from rkmate.graph.capture.structure import take_apart
 from rkmate.ir.plan import Origin
 from rkmate.support.version import own_version
+from rkmate.torch_seam.containers import pytree
 from rkmate.torch_seam.dtensor import placements_of
 from rkmate.torch_seam.modules import gathered_by_zero, running_data_parallel
 from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks
@@ -29,7 +30,9 @@ from rkmate.torch_seam.tensors import has_accumulation_hooks, has_gradient_hooks
 def origin_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Origin:
     """Return the origin of a plan for a model on sample inputs."""
     parameters = list(model.parameters())
-    tensors, structure = take_apart(_by_name(model, args, kwargs), result=False)
+    # A tensor that is given twice has two names.
+    given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, _by_name(model, args, kwargs))
+    tensors, structure = take_apart(given, result=False)
     device = devices.common((*parameters, *tensors))
     where = device.torch_device if device.elsewhere is None else device.elsewhere.name
     # A tensor stands under several names: by field, by index, by index from the end.
