@@ -22,7 +22,7 @@ from rkmate.device.random_state import unchanged_random_state
 from rkmate.errors import ArgumentError, CaptureError
 from rkmate.graph.capture.answers import Looked, kinds_of
 from rkmate.graph.capture.captured import Capture, read
-from rkmate.graph.capture.collectives import values_are_read
+from rkmate.graph.capture.collectives import CollectiveError, values_are_read
 from rkmate.graph.capture.effects import (
     Collected,
     Effects,
@@ -36,7 +36,7 @@ from rkmate.graph.capture.effects import (
 )
 from rkmate.graph.capture.forward_code import MISSING
 from rkmate.graph.capture.hidden import Hidden, hidden_in
-from rkmate.graph.capture.opaque import Opaque, with_opaque
+from rkmate.graph.capture.opaque import Opaque, OpaqueError, with_opaque
 from rkmate.graph.capture.refusals import (
     explained,
     is_data_dependent,
@@ -69,6 +69,7 @@ from rkmate.graph.capture.values import (
     is_stopped_by_values,
     taken_for_granted,
 )
+from rkmate.torch_seam.collectives import Unseen
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import (
     as_dtensors,
@@ -483,10 +484,10 @@ def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value
             assert structure is not None
         except (ClosedOverError, OwnBackwardError) as error:
             raise explained(model, args, kwargs, error) from error
+        except (ArgumentError, CollectiveError, Unseen, OpaqueError, KeyboardInterrupt):
+            raise                       # others complete the messages of three of them
         except CaptureError as error:
             name_line(model, error)
-            raise
-        except (ArgumentError, KeyboardInterrupt):
             raise
         except Exception as error:
             raise explained(model, args, kwargs, error, program) from error
