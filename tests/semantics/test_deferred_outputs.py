@@ -217,8 +217,7 @@ def test_a_budget_that_nothing_but_this_meets() -> None:
         least.append(info.value.minimum_bytes)
     assert least[0] < least[1] - LOGITS / 2
     with pytest.warns(rkmate.RkmateWarning, match="a few rows at a time"):
-        wrapped = rkmate.wrap(model, (), _inputs(), budget=least[0], settings=Settings(costs="analytic"),
-                              progress=False)
+        wrapped = rkmate.wrap(model, (), _inputs(), budget=least[0], progress=False)
     assert wrapped.plan.deferred == ("logits",)
     assert measured_peak(wrapped, Sample(model, (), _inputs(), lambda o: o.loss)) <= least[0]
     assert_same_tensor(_seeded(reference).logits, _seeded(wrapped).logits, "logits")

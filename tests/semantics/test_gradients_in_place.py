@@ -338,6 +338,7 @@ def test_apply_and_a_loss_inside() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
 @pytest.mark.parametrize("name", BANK)
 def test_the_bank_at_the_smallest_budgets(name: str) -> None:
     """Bit for bit, but for weights that are used several times."""
