@@ -72,6 +72,11 @@ class Planning:
     """Told of a call for which the budget is too small: it gets the smallest budget that can be met. None: it
     is refused."""
 
+    @property
+    def is_part(self) -> bool:
+        """Whether it is for a part of a model whose step was observed."""
+        return self.taught is not None
+
     def taught_mask(self, capture: Capture) -> TangentMask | None:
         """Return, for each output of a part, whether gradients came to it (`taught`); None where a call has
         none of these outputs, and for a module that is no part."""

@@ -179,7 +179,7 @@ class PlanCache:
             derived, recording = derive(self.model, args, kwargs, key, members)
             traced = like.traced if like is not None else trace(
                 self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
-        captured, is_part = traced.capture, self.planning.taught is not None
+        captured = traced.capture
         if like is None:
             traced = replace(traced, wanted=self.planning.taught_mask(captured) or traced.wanted)
         latest = others[-1] if others else self.kept.latest()
@@ -222,7 +222,7 @@ class PlanCache:
         key = self.observations.add(self.observations.look(key, captured.looked), captured.recipe)
         # What is kept holds no tensors of this call.
         known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted,
-                               sums=frozenset(() if is_part else terms_in(traced.capture)),
+                               sums=frozenset(() if self.planning.is_part else terms_in(traced.capture)),
                                inputs=key.inputs)
         known.go_on_from(before)
         if before is None and others and ranks is None and traced.settings is attempts[0].settings:
@@ -246,7 +246,7 @@ class PlanCache:
         handed, before = handed_on(traced, key.inputs, [
             s for s in others if ranks is None or s.inputs == key.inputs])
         attempts, split = [handed], self.planning.shared_inputs
-        may_split = plan is None and ranks is None and not self._saved and self.planning.taught is None
+        may_split = plan is None and ranks is None and not (self._saved or self.planning.is_part)
         if like is None and split:
             attempts = [replace(handed, capture=with_terms(traced.capture, split))]
         elif like is None and may_split and (terms := few_terms(traced.capture)):

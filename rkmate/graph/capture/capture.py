@@ -220,10 +220,14 @@ class _NotRepeated(CaptureError):
     """Whether what the first has left leads to parameters."""
 
 
+_OF_FIRST_CALLS = (_NotRepeated, MadeByFirstCall)
+"""Errors of forwards whose first call may do what later ones do not."""
+
+
 def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
     try:
         return _of_one_call(model, args, kwargs)
-    except (_NotRepeated, MadeByFirstCall) as error:
+    except _OF_FIRST_CALLS as error:
         if error.learns or any(devices.of(t).elsewhere is not None for t in model.parameters()):
             raise CaptureError(str(error)) from None
         before = PythonState(model)
@@ -236,9 +240,8 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
             return _of_one_call(model, args, kwargs)
         except Exception as again:      # what it still does after its first call
             before.restore()
-            if isinstance(again, CaptureError) and not isinstance(again, (_NotRepeated, MadeByFirstCall)):
-                raise again from None
-            raise CaptureError(str(again if isinstance(again, CaptureError) else error)) from None
+            said = again if isinstance(again, CaptureError) else error
+            raise (CaptureError(str(said)) if isinstance(said, _OF_FIRST_CALLS) else said) from None
 
 
 def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:

@@ -96,34 +96,36 @@ class Read:
 def line_that_assigns(holder: Any, name: str) -> str:
     """Return where the forward of an object, or what that calls, assigns an attribute, for a message; empty
     where nothing of the user's code does."""
-    for code in (c for f in functions_of(type(holder)) for c in _codes_in(f.__code__)):
-        lines, line = dict(dis.findlinestarts(code)), None
-        for instruction in dis.get_instructions(code):
-            line = lines.get(instruction.offset) or line
-            if instruction.opname == "STORE_ATTR" and instruction.argval == name:
-                return f" at {code.co_filename}:{line}"
-    return ""
+    return next((line for _, line, instruction in _instructions_of([type(holder)])
+                 if instruction.opname == "STORE_ATTR" and instruction.argval == name), "")
 
 
 def line_that_draws(kinds: Iterable[type], generator: object) -> str:
     """Return where the forwards of some classes, or what they call, call a method of a generator of Python's
     or NumPy's by a global name (``random.random``, ``np.random.rand``), for a message; empty where none
     does."""
+    value: Any = None
+    for function, line, instruction in _instructions_of(kinds):
+        if instruction.opname == "LOAD_GLOBAL":
+            value = function.__globals__.get(instruction.argval)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
+            value = getattr(value, instruction.argval, None)
+        else:
+            value = None
+        if getattr(value, "__self__", None) is generator:
+            return line
+    return ""
+
+
+def _instructions_of(kinds: Iterable[type]) -> Iterator[tuple[FunctionType, str, dis.Instruction]]:
+    """Yield the instructions of the forwards of some classes, and of what they call: the function that each
+    is in, the words for its line, and the instruction."""
     for function in (f for kind in dict.fromkeys(kinds) for f in functions_of(kind)):
         for code in _codes_in(function.__code__):
             lines, line = dict(dis.findlinestarts(code)), None
-            value: Any = None
             for instruction in dis.get_instructions(code):
                 line = lines.get(instruction.offset) or line
-                if instruction.opname == "LOAD_GLOBAL":
-                    value = function.__globals__.get(instruction.argval)
-                elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
-                    value = getattr(value, instruction.argval, None)
-                else:
-                    continue
-                if getattr(value, "__self__", None) is generator:
-                    return f" at {code.co_filename}:{line}"
-    return ""
+                yield function, f" at {code.co_filename}:{line}", instruction
 
 
 def functions_of(kind: type, held: Iterable[Any] = (), begin: Iterable[str] = ("forward",)
