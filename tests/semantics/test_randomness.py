@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -124,6 +126,23 @@ def test_draws_of_python_and_numpy_are_refused() -> None:
     with pytest.raises(rkmate.CaptureError, match=f"draws from random at {line} and numpy.random at {line};"):
         planned(Coin(4, 4), torch.randn(2, 4))
     assert states == (random.getstate(), np.random.get_state()[2])
+
+
+def test_a_module_may_be_imported_that_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "seeded_once.py").write_text("import random\nSALT = random.random()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    class Lazy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            import seeded_once
+            return super().forward(x) * (seeded_once.SALT >= 0)
+
+    state = random.getstate()
+    try:
+        planned(Lazy(4, 4), torch.randn(2, 4))
+    finally:
+        del sys.modules["seeded_once"]
+    assert state == random.getstate()
 
 
 def test_generators_of_the_user_are_refused() -> None:

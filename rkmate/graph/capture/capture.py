@@ -251,6 +251,10 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     kept: list[Assigned] = []
     try:
         result, assigned = _capture(model, args, kwargs)
+        if draws.drawn_by_imports():
+            before.restore()
+            draws.restore()
+            result, assigned = _capture(model, args, kwargs)
         draws.refuse_change(model)
         read = set(map(storage_id, result.constants.values()))
         for one in (c.filled for c in result.effects.collected):

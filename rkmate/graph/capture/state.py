@@ -482,9 +482,25 @@ class HostDraws:
         self._python = random.getstate()
         # NumPy's global generator exists only once NumPy is loaded.
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._loaded = len(sys.modules)
+
+    def drawn_by_imports(self) -> bool:
+        """Return whether draws may be those of modules that were imported meanwhile."""
+        return len(sys.modules) > self._loaded and bool(self._drawn())
 
     def refuse_change(self, model: nn.Module) -> None:
         """Raise when the forward has drawn from one of them: a captured step would repeat the draw."""
+        drew = self._drawn()
+        if drew:
+            kinds = [type(m) for m in model.modules()]
+            where = [f"{name}{line_that_draws(kinds, call.__self__)}" for name, call in drew.items()]
+            raise CaptureError(
+                f"{type(model).__name__}: the forward draws from {' and '.join(where)}; a captured "
+                "step would repeat the draw of its trace. Draw with torch (torch.rand), which is "
+                "part of the step.")
+
+    def _drawn(self) -> dict[str, Any]:
+        """Return a method of each generator whose state is another now, by the generator's name."""
         drew: dict[str, Any] = {}
         if random.getstate() != self._python:
             drew["random"] = random.random
@@ -493,13 +509,7 @@ class HostDraws:
             now = numpys.get_state()
             if now[2:] != self._numpy[2:] or (now[1] != self._numpy[1]).any():
                 drew["numpy.random"] = numpys.rand
-        if drew:
-            kinds = [type(m) for m in model.modules()]
-            where = [f"{name}{line_that_draws(kinds, call.__self__)}" for name, call in drew.items()]
-            raise CaptureError(
-                f"{type(model).__name__}: the forward draws from {' and '.join(where)}; a captured "
-                "step would repeat the draw of its trace. Draw with torch (torch.rand), which is "
-                "part of the step.")
+        return drew
 
     def restore(self) -> None:
         """Put both back."""

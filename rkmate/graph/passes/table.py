@@ -124,7 +124,8 @@ REWRITES: tuple[Rewrite[Joint], ...] = (
     Rewrite("chunked loss",
             "The logits of a language model are often its largest tensors. If a budget needs it, a wide "
             "product, its losses and their gradients are computed a few rows at a time; the last bits of "
-            "the weight's gradient differ.",
+            "the weight's gradient differ. Rows that a loss takes one by one and stacks are computed at once "
+            "first.",
             tile_heads),
     Rewrite("rows of embeddings",
             "Torch makes an embedding's gradient as large as its table, mostly zeros. If the table has "

@@ -19,6 +19,7 @@ from rkmate.graph.passes.lean import is_wide
 from rkmate.graph.passes.tiles.region import Region, grow, is_linear, seeds_of
 from rkmate.graph.passes.tiles.rewrite import default_parts, in_groups, late_nodes, tile
 from rkmate.graph.passes.tiles.rules import TURNED, WHOLE, RowTile, emit, emit_sum
+from rkmate.graph.passes.tiles.together import is_stack, put_together
 from rkmate.torch_seam.nodes import VALUE, is_backward
 
 aten = torch.ops.aten
@@ -262,11 +263,14 @@ def tile_heads(joint: Joint) -> None:
     Logits that leave the graph, or that something else reads, are an argument of the head.
     """
     asked = joint
-    if any(True for _ in _shifts(joint)):
+    stacks = any(map(is_stack, joint.graph.nodes))
+    if stacks or any(True for _ in _shifts(joint)):
         joint = joint if "chunked-loss" in joint.choices else joint.copy()
-        while (shift := next(_shifts(joint), None)) is not None:
-            leave_out(joint, shift, late_nodes(joint), joint.results())
-            drop_dead(joint)
+        for seed in [n for n in joint.graph.nodes if stacks and _is_seed(n)]:
+            put_together(joint, {n for n in readers_of([seed]) if shape_of(n)[-1:] == shape_of(seed)[-1:]})
+    while (shift := next(_shifts(joint), None)) is not None:
+        leave_out(joint, shift, late_nodes(joint), joint.results())
+        drop_dead(joint)
     late, leaving = late_nodes(joint), joint.results()
     found = seeds_of(joint.graph, _is_seed, lambda seed: _region(seed, late, leaving))
     names = [joint.name(weight_of(seed)) for seed in found]

@@ -79,6 +79,26 @@ def _by_hand(model: _Model, h: torch.Tensor, z: torch.Tensor, y: torch.Tensor) -
     return -torch.log_softmax(z, -1).gather(-1, y.unsqueeze(-1)).squeeze(-1).mean()
 
 
+def _row_by_row(model: _Model, h: torch.Tensor, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """As trl's `selective_log_softmax` does it in single precision."""
+    z, y = z[:, :-1] / 0.7, y[:, 1:]
+    normalizers = torch.stack([torch.logsumexp(row, -1) for row in z])
+    return -(z.gather(-1, y.unsqueeze(-1)).squeeze(-1) - normalizers).mean()
+
+
+def _rows_of_both(model: _Model, h: torch.Tensor, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """As trl's `selective_log_softmax` does it in half precision."""
+    return -torch.stack([F.log_softmax(row, -1).gather(-1, of_row)
+                         for row, of_row in zip(z, y.unsqueeze(-1), strict=True)]).mean()
+
+
+def _rows_by_index(model: _Model, h: torch.Tensor, z: torch.Tensor, y: torch.Tensor, *,
+                   rows: Sequence[int] = range(BATCH)) -> torch.Tensor:
+    entropies = [-((row := z[k, 1:]).softmax(-1) * (row * model.weights).log_softmax(-1)).sum(1)
+                 for k in rows]
+    return (torch.stack(entropies) * y[:, 1:]).mean()
+
+
 def _distilled(model: _Model, h: torch.Tensor, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         teacher = torch.softmax(model.other(h.detach()) / 2, -1)
@@ -115,6 +135,9 @@ CASES: dict[str, tuple[Loss, list[str]]] = {
     "scaled": (lambda m, h, z, y: _flat(z / 0.7, y), IN_FORWARD),
     "z-loss": (_entropy, IN_FORWARD),
     "written by hand": (_by_hand, IN_FORWARD),
+    "row by row": (_row_by_row, IN_FORWARD),
+    "rows of logits and classes": (_rows_of_both, IN_FORWARD),
+    "rows by their index": (_rows_by_index, IN_FORWARD),
     "two heads": (lambda m, h, z, y: _flat(z, y) + 2 * _flat(m.other(h), y), [*IN_FORWARD, *IN_FORWARD]),
     "soft classes": (lambda m, h, z, y: _flat(z, y) + F.cross_entropy(
         z.view(-1, CLASSES), torch.softmax(m.weights.log() * y.view(-1, 1), -1)), IN_FORWARD),
@@ -133,6 +156,7 @@ CASES: dict[str, tuple[Loss, list[str]]] = {
     "a part of one of two like it": (
         lambda m, h, z, y: _flat(z.view(-1, 30, 2, 2).select(-1, 0).flatten(1), y % 60), IN_FORWARD),
     # What is not tiled.
+    "rows in another order": (lambda m, h, z, y: _rows_by_index(m, h, z, y, rows=(1, 0, 2)), []),
     "rows and columns": (_both_ways, []),
     "choices": (lambda m, h, z, y: F.cross_entropy(h @ m.body.weight[0], y[:, 0] % TIME), []),
 }
