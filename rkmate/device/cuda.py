@@ -32,6 +32,10 @@ QUEUE_CYCLES = 400_000
 idle one would wait for each launch."""
 
 
+WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+"""Environment variables for the bytes that products take in addition: from torch 2.15 on in each call."""
+
+
 @functools.lru_cache
 def _rates_of(name: str) -> Rates:
     """Return the rates of the GPU with this name; those of an A100 for unknown names."""
@@ -99,7 +103,9 @@ class Cuda:
                 f"{cudnn.benchmark} {cudnn.deterministic} {products.fp32_precision} "
                 f"{cudnn.conv.fp32_precision} {cudnn.rnn.fp32_precision} "
                 f"{products.allow_bf16_reduced_precision_reduction} "
-                f"{products.allow_fp16_reduced_precision_reduction} {products.allow_fp16_accumulation}")
+                f"{products.allow_fp16_reduced_precision_reduction} {products.allow_fp16_accumulation} "
+                f"{cudnn.enabled} {torch.backends.cuda.preferred_blas_library()} "
+                f"{[os.environ.get(name) for name in WORKSPACES]}")
 
     def storage_bytes(self, size: int) -> int:
         return -(-size // ROUNDING) * ROUNDING

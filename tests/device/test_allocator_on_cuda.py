@@ -112,3 +112,10 @@ def test_the_key_of_costs_knows_the_precision_of_products() -> None:
         assert device.key() != key
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_the_key_of_costs_knows_the_workspaces_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = devices.of("cuda")
+    key = device.key()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert device.key() != key
