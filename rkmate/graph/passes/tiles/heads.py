@@ -266,8 +266,9 @@ def tile_heads(joint: Joint) -> None:
     stacks = any(map(is_stack, joint.graph.nodes))
     if stacks or any(True for _ in _shifts(joint)):
         joint = joint if "chunked-loss" in joint.choices else joint.copy()
-        for seed in [n for n in joint.graph.nodes if stacks and _is_seed(n)]:
-            put_together(joint, {n for n in readers_of([seed]) if shape_of(n)[-1:] == shape_of(seed)[-1:]})
+    if stacks:
+        put_together(joint, {n for seed in joint.graph.nodes if _is_seed(seed) for n in readers_of([seed])
+                             if shape_of(n)[-1:] == shape_of(seed)[-1:]})
     while (shift := next(_shifts(joint), None)) is not None:
         leave_out(joint, shift, late_nodes(joint), joint.results())
         drop_dead(joint)
