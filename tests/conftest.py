@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """A cache of the run's own: what an earlier run left decides nothing. Workers inherit it. Smallest
     budgets are those of the original's operations, whose bits are compared; tests of tiles ask for them."""
     _DEFAULTS.enter_context(WHEN_TILED.within("never"))
+    # From torch 2.15 on, each product on a GPU takes a workspace, larger than the models here.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     if not hasattr(config, "workerinput"):
         _MADE.append(Path(tempfile.mkdtemp(prefix="rkmate-tests-")))
         os.environ["RKMATE_CACHE_DIR"] = str(_MADE[0])

@@ -36,8 +36,8 @@ def built() -> Path:
 def over_stub(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a program over the stub, as on a device whose attention needs no cuDNN."""
     return subprocess.run([str(Path(str(SCRIPTS)) / "with"), str(built()), *command], cwd=ROOT, text=True,
-                          env={**os.environ, "FAKE_GPU": "a100", **environment}, check=False,
-                          capture_output=True)
+                          env={**os.environ, "FAKE_GPU": "a100", "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+                               **environment}, check=False, capture_output=True)
 
 
 def test_the_tests_for_gpus_pass() -> None:

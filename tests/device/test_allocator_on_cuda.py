@@ -117,5 +117,5 @@ def test_the_key_of_costs_knows_the_precision_of_products() -> None:
 def test_the_key_of_costs_knows_the_workspaces_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
     device = devices.of("cuda")
     key = device.key()
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":32:4")
     assert device.key() != key

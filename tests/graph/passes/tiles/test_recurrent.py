@@ -83,6 +83,7 @@ def test_a_short_sequence_stays_whole() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.values
 @pytest.mark.parametrize(("kind", "options"), [
     ("LSTM", {"batch_first": True}), ("GRU", {"num_layers": 2}), ("LSTM", {"num_layers": 2})])
 def test_cudnns_layers_run_in_segments(kind: str, options: Any) -> None:
