@@ -242,6 +242,15 @@ class _AttributeReader:
         self.means = self._equivalents.of(state.part)
 
 
+def as_captured(key: Guards, reader: ModuleReader, captured: Capture) -> Guards:
+    """Return the key of a call whose capture may have completed the module first, with the module as it was
+    captured."""
+    if not captured.completed:
+        return key
+    now = reader.read()
+    return key._replace(flags=now.flags, attributes=now.attributes, places=now.places)
+
+
 def guards_of(reader: ModuleReader, args: Sequence[Any], kwargs: Mapping[str, Any]
               ) -> tuple[Guards, list[torch.Tensor]]:
     """Return the key of a plan for a call, and the tensors among the call's arguments."""

@@ -142,9 +142,10 @@ class PlannedModule(StandIn):
         measures = not planning.settings.run.cuda_graph and planning.more_calls is None and \
             planning.settings.loss_bytes is None
         unusual = UnusualSteps(self._original, measures=measures)
-        self.__dict__.update(_plans=PlanCache(self._original, planning, saved), _latest=None,
-                             _unusual=unusual, _told=set(), _unplanned=set(), _planned_forward=forward,
-                             _reader=ModuleReader(traceable(self._original)), forward=forward)
+        reader = ModuleReader(traceable(self._original))
+        self.__dict__.update(_plans=PlanCache(reader, planning, saved), _latest=None, _unusual=unusual,
+                             _told=set(), _unplanned=set(), _planned_forward=forward, _reader=reader,
+                             forward=forward)
         self._adapt(lengths)
 
     @property

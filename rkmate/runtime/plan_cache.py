@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from rkmate.budget import Budget
 from rkmate.codegen.emit import emit
@@ -24,7 +23,6 @@ from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.ir.plan import in_one_line
 from rkmate.offload.target import Engines
 from rkmate.pipeline.following import follow, follow_any
-from rkmate.pipeline.loss import traceable
 from rkmate.pipeline.part_plans import few_terms, terms_in, with_terms
 from rkmate.pipeline.prepare import Measured, Traced, compile_all, held_tensors, trace
 from rkmate.pipeline.refuse import room_within
@@ -44,7 +42,7 @@ from rkmate.runtime.agreement import (
 from rkmate.runtime.deferred import Reads
 from rkmate.runtime.environment import RerunState
 from rkmate.runtime.executable import Gradients, PlannedStep
-from rkmate.runtime.guards import Guards
+from rkmate.runtime.guards import Guards, ModuleReader, as_captured
 from rkmate.runtime.kept_plans import (
     Executable,
     KeptPlans,
@@ -85,10 +83,9 @@ class PlanCache:
     A forward that finds its plan never waits for a thread that plans: what is kept has a lock of its own.
     """
 
-    def __init__(self, model: nn.Module, planning: Planning, saved: Sequence[Plan | Prototype] = ()) -> None:
+    def __init__(self, reader: ModuleReader, planning: Planning, saved: Sequence[Plan | Prototype]) -> None:
         """`saved`: plans to follow if they fit, instead of searching for one."""
-        self.model = traceable(model)
-        self.planning = planning
+        self.model, self._reader, self.planning = reader.model, reader, planning
         self.observations = Observations()
         self._prototypes = self._looking([s for s in saved if isinstance(s, Prototype)])
         self._saved = [s.planned.plan if isinstance(s, Prototype) else s for s in saved]
@@ -180,6 +177,7 @@ class PlanCache:
             traced = like.traced if like is not None else trace(
                 self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
         captured = traced.capture
+        key = as_captured(key, self._reader, captured)
         if like is None:
             traced = replace(traced, wanted=self.planning.taught_mask(captured) or traced.wanted)
         latest = others[-1] if others else self.kept.latest()

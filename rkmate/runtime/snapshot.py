@@ -356,7 +356,7 @@ def snapshot(attributes: Attributes, hooks: Sequence[Any] = (), overrides: Overr
         name: str = place.name
         d: Any = place.holder
         left_out = (id(d), name) in attributes.left_out
-        value = overrides[id(d), name] if left_out else d.get(name, MISSING)
+        value = overrides.get((id(d), name), d.get(name, MISSING))
         read += [] if left_out else [(d, name, value)]
         if name == "forward" and _is_own(value, module):
             value = MISSING

@@ -237,7 +237,7 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
             before.restore()
             raise CaptureError(str(error)) from None
         try:
-            return _of_one_call(model, args, kwargs)
+            return replace(_of_one_call(model, args, kwargs), completed=True)
         except Exception as again:      # what it still does after its first call
             before.restore()
             said = again if isinstance(again, CaptureError) else error
@@ -293,8 +293,9 @@ def _of_one_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             if a.place.key not in written and any(h.has_changed() for h in states):
                 raise _not_repeated(model, [a], ())         # made by the first forward, changed by each
         # What only the first forward assigns is assigned now; in a module it may say that hooks were added.
-        kept = [a for a in assigned if not isinstance(a.holder, nn.Module) and not tensors_in(a.new)
-                and a.place.key not in written]
+        kept = [a for a in assigned if not tensors_in(a.new) and a.place.key not in written]
+        if any(isinstance(a.holder, nn.Module) for a in kept) and not PythonState(model).has_hooks_of(before):
+            kept = [a for a in kept if not isinstance(a.holder, nn.Module)]
         found = replace(result, assigned=tuple(kept), effects=replace(effects, numbers=counts), program="")
     finally:
         draws.restore()

@@ -61,8 +61,8 @@ class Capture:
     differentiable: tuple[bool, ...]
     """Whether each output carries a gradient."""
     assigned: tuple[Assigned, ...] = ()
-    """Attributes of objects (not of modules) that a first forward has left changed, and later ones do not
-    assign; a trace from either value is the same."""
+    """Attributes that a first forward has left changed, and later ones do not assign; a trace from either
+    value is the same."""
     effects: Effects = Effects()
     """Changes that the forward leaves behind. Their tensors are among the outputs, after the result's."""
     recipe: Recipe | None = None
@@ -73,6 +73,8 @@ class Capture:
     repeats: tuple[int, ...] = ()
     """Inputs that a planned step gets once more, with the numbers after all others: the gradient of each is
     handed out as the terms of a sum, which autograd adds up with those of other users."""
+    completed: bool = False
+    """Whether a first call has made what later ones find, before the capture (`complete`)."""
     program: str = ""
     """The text of the exported forward, where the whole graph follows from it (`_text_of_program`), for a
     second trace to compare with; empty otherwise, and once the capture is complete."""

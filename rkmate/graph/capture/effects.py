@@ -221,7 +221,9 @@ def repeated(effects: Effects, again: Sequence[Assigned], name: str, *, hooks: b
         if then is not None and isinstance(first.new, PLAIN) and (asked or then.new != first.new):
             step = _step(first.old, first.new)
             if asked or step is None or step != _step(then.old, then.new):
-                raise CaptureError(_differs(name, first, asked))
+                is_new = first.old is MISSING or first.old is None
+                counts = is_new and not asked and _step(then.old, then.new) is not None
+                raise (MadeByFirstCall if counts else CaptureError)(_differs(name, first, asked))
             written = replace(written, step=step)
         elif then is not None and _values(first.new) != _values(then.new):
             raise CaptureError(_differs(name, first, asked))

@@ -112,15 +112,20 @@ def write(held: Any, state: Any) -> None:
                 held.__dict__[k] = v
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: Any, other: Any, *, tensors: bool = False) -> bool:
+    """Return whether two states are equal. `tensors`: compare tensors by their numbers, not by identity."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(v, other[k]) for k, v in one.items())
+        return one.keys() == other.keys() and all(_equal(v, other[k], tensors=tensors)
+                                                  for k, v in one.items())
     if isinstance(one, (list, tuple, deque)):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(_equal(a, b, tensors=tensors)
+                                              for a, b in zip(one, other, strict=True))
+    if tensors and type(one) is torch.Tensor:
+        return one.dtype == other.dtype and torch.equal(one, other)
     if _of_numpy(one, "ndarray"):
         return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
     return isinstance(one, (*PLAIN, set, bytearray)) and bool(one == other)
@@ -152,7 +157,7 @@ class Hidden:
         now, old = _read(self.held), self.old
         if isinstance(now, (list, deque)):
             before, more = [*now][:len(old)], [*now][len(old):]
-            if more and _equal(before, [*old]) and _equal(before[-len(more):], more):
+            if more and _equal(before, [*old]) and _equal(before[-len(more):], more, tensors=True):
                 old = before[:-len(more)]
         elif isinstance(now, dict):
             old = {k: v - (now[k] - v) if type(v) in NUMBERS and type(now.get(k)) in NUMBERS else v

@@ -541,9 +541,7 @@ def complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     else, or writes to a buffer that the first has made."""
     tensors, structure = take_apart((args, kwargs), result=False)
     before = [(name, t, t.detach().clone()) for name, t in model.named_buffers()]
-    numbers = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if type(v) in (int, float)]
-    results: list[list[torch.Tensor]] = []
-    counted: list[list[Any]] = []
+    numbers, results = [_numbers_in(model)], list[list[torch.Tensor]]()
     held: list[Hidden] = []
     for n in range(2):
         with unchanged_random_state(*devices.in_use()), torch.no_grad(), without_collectives():
@@ -555,7 +553,7 @@ def complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                     if t.shape != value.shape:
                         raise CaptureError(resizes(model, name))
                     t.copy_(value)
-        counted.append([vars(m).get(k) for m, k, _ in numbers])
+        numbers.append(_numbers_in(model))
         results[-1] += [t.detach().clone() for _, t in model.named_buffers()]
         if not n:
             seen = set[int]()
@@ -563,12 +561,18 @@ def complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                     for h in hidden_in(k, v, seen, inside=True)]
     if len(results[0]) != len(results[1]) or not all(map(torch.equal, *results)):
         raise CaptureError("a second call returns something else")
-    for (m, k, v), first, second in zip(numbers, *counted, strict=True):
-        if first != second:
-            vars(m)[k] = v
+    start, first, second = numbers
+    for (m, k), number in second.items():
+        if (made := first.get((m, k), number)) != number:
+            vars(m)[k] = start.get((m, k), made - (number - made))
     for h in held:
         if h.has_changed():
             h.set_back()
+
+
+def _numbers_in(model: nn.Module) -> dict[tuple[nn.Module, str], int | float]:
+    """Return the numbers in attributes of modules."""
+    return {(m, k): v for m in model.modules() for k, v in vars(m).items() if type(v) in (int, float)}
 
 
 def resizes(model: nn.Module, name: str) -> str:
