@@ -317,7 +317,7 @@ class _Making:
         self.anchor = seed
         """Node before which operations are inserted."""
         self._values: dict[tuple[fx.Node, int], fx.Node] = {}
-        """Of each operation, in the group that begins at a row."""
+        """(operation, first row of a group) -> its value there."""
         self._given: dict[_Key, fx.Node] = {}
         """Rows of what comes in, by its form and where they begin."""
 
