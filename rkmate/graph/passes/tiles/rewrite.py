@@ -43,7 +43,7 @@ aten = torch.ops.aten
 MOST_PARTS = 32
 LEAST_ROWS = 32
 """In more parts, or of fewer rows, a region is much slower than the whole: each tile reads and writes the
-sums of the weights' gradients. Fewer parts take their place where there is room (`alternatives`)."""
+sums of the weights' gradients. Fewer parts replace them where there is room (`alternatives`)."""
 
 
 def default_parts(region: Region, like: torch.Tensor) -> int:
