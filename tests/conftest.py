@@ -15,31 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import HealthCheck
-from hypothesis import settings as hypothesis_settings
 
-from rkmate.graph.passes import table
-from rkmate.pipeline import search
-from rkmate.pipeline.settings import WHEN_TILED
-from tests.options import few_seconds
+# torch, the package and hypothesis are imported where tests run: the process that starts the workers of
+# pytest-xdist needs none of them, and these wait for it.
 
 _MADE: list[Path] = []
-
-# Each run tries the same examples, however busy the machine is; `make slow` looks for new ones.
-hypothesis_settings.register_profile("same", deadline=None, derandomize=True, database=None,
-                                     suppress_health_check=[HealthCheck.too_slow])
-hypothesis_settings.register_profile("new", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-hypothesis_settings.load_profile("new" if os.environ.get("RKMATE_NEW_EXAMPLES") else "same")
-
-
 _DEFAULTS = ExitStack()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A cache of the run's own: what an earlier run left decides nothing. Workers inherit it. Smallest
-    budgets are those of the original's operations, whose bits are compared; tests of tiles ask for them."""
-    _DEFAULTS.enter_context(WHEN_TILED.within("never"))
+    """A cache of the run's own: what an earlier run left decides nothing. Workers inherit it."""
+    if config.getoption("dist", "no") == "no":          # tests run in this process, not in its workers
+        _set_defaults()
     # From torch 2.15 on, each product on a GPU takes a workspace, larger than the models here.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     if not hasattr(config, "workerinput"):
@@ -48,6 +35,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # As in the background of a shell; tests interrupt themselves.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _set_defaults() -> None:
+    """Smallest budgets are those of the original's operations, whose bits are compared; tests of tiles ask
+    for them. Each run tries the same random examples; `make slow` looks for new ones."""
+    from hypothesis import HealthCheck, settings
+
+    from rkmate.pipeline.settings import WHEN_TILED
+
+    _DEFAULTS.enter_context(WHEN_TILED.within("never"))
+    lenient: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("same", derandomize=True, database=None, **lenient)
+    settings.register_profile("new", **lenient)
+    settings.load_profile("new" if os.environ.get("RKMATE_NEW_EXAMPLES") else "same")
 
 
 def pytest_unconfigure() -> None:
@@ -148,6 +149,8 @@ def write_durations(folder: Path) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that take long, and those that share their set-up; their files begin first, so that no
     process waits for another at the end. Tests marked `gpu` are skipped where there is none."""
+    import torch
+
     seconds = json.loads(DURATIONS.read_text())
     longest: dict[Any, float] = {}
     for item in items:
@@ -164,6 +167,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def impatient() -> Iterator[None]:
     """Every test searches briefly."""
+    from tests.options import few_seconds
+
     with few_seconds():
         yield
 
@@ -172,12 +177,16 @@ def impatient() -> Iterator[None]:
 def searched_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test finds a plan that another one has searched for, perhaps with other functions in the place of
     the package's."""
+    from rkmate.pipeline import search
+
     monkeypatch.setattr(search, "place_of", lambda *of: None)
 
 
 @pytest.fixture(autouse=True)
 def verified_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every graph that a test simplifies is verified after each pass."""
+    from rkmate.graph.passes import table
+
     monkeypatch.setattr(table, "VERIFY", True)
 
 
@@ -197,6 +206,8 @@ def _forget_accelerator() -> None:
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """One order of additions, for results that can be compared bit for bit."""
+    import torch
+
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield

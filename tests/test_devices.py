@@ -51,6 +51,11 @@ def operations(plan: rkmate.Plan) -> set[str]:
     return {c.operation for c in plan.graph.computations}
 
 
+def test_the_page_lists_the_known_names() -> None:
+    page = Path(__file__).parent.parent.joinpath("docs", "planning-elsewhere.md").read_text(encoding="utf-8")
+    assert f"Known names are {', '.join(f'`{name}`' for name in NAMES)}." in " ".join(page.split())
+
+
 def test_a_plan_says_that_its_times_are_estimates() -> None:
     plan = planned("h100")
     assert plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes

@@ -31,7 +31,7 @@ class Demo:
 
     @property
     def installed(self) -> bool:
-        """Whether it can be made here."""
+        """Whether the model can be made on this machine."""
         return self.needs is None or importlib.util.find_spec(self.needs) is not None
 
 

@@ -61,7 +61,7 @@ class BlockSteps:
     block: int
     steps: list[Compute | Free | Start] = field(default_factory=list)
     closed: bool = False
-    """Whether it ends with what is freed without having been read in it."""
+    """Whether the stretch ends with what is freed without having been read in it."""
     touched: set[int] = field(default_factory=set, repr=False)
     """Nodes that its computations read and make."""
 

@@ -20,7 +20,7 @@ class Computed:
     donor: int | None
     """The input whose storage the output takes."""
     waits: bool = False
-    """Whether it only waits for what an earlier step has started."""
+    """Whether the step only waits for what an earlier step has started."""
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def _line(step: Enter | Copy | Count | Drop, names: Mapping[Slice, str]) -> str:
 
 
 def _written(steps: list[Write], write: Writer) -> str:
-    """Return one call for all that is written."""
+    """Return the text of one call that writes all values of some steps."""
     if len(steps) == 1:
         return f"env.write({steps[0].key!r}, {write(steps[0].value)})"
     return f"env.write_all({tuple(s.key for s in steps)!r}, {', '.join(write(s.value) for s in steps)})"

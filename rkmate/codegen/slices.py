@@ -27,7 +27,7 @@ Draws = Literal["", "draw", "remember", "replay"]
 
 @dataclass(frozen=True)
 class Run:
-    """Call one operation."""
+    """A call of one operation."""
 
     call: Call
     makes: tuple[str | None, ...]
@@ -40,7 +40,7 @@ class Run:
     """Seconds of a computation that ran before; None for a first run."""
     draws: Draws = ""
     adds: bool = False
-    """Whether it adds to a gradient that the caller holds, where another thread may add, too."""
+    """Whether the call adds to a gradient that the caller holds, where another thread may add, too."""
     state: int | None = None
     """Number of the slice's generator state that a repeated draw stores or restores."""
 

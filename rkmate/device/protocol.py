@@ -114,7 +114,7 @@ class Device(Protocol):
         """Name of the device for `torch.autocast`."""
 
     def available(self) -> bool:
-        """Return whether this machine has it."""
+        """Return whether this machine has the device."""
 
     def key(self) -> str:
         """Return a text for everything that times on the device depend on, except the operation: the

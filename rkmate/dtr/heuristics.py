@@ -27,7 +27,7 @@ class Heuristic(Protocol):
 
     @property
     def tracker(self) -> Callable[[Columns], Tracker]:
-        """Makes the neighbourhood whose costs this heuristic reads from ``columns.around``."""
+        """Class of the neighbourhood whose costs this heuristic reads from ``columns.around``."""
 
     def choose(self, pool: Pool, columns: Columns, clock: int) -> Pick:
         """Return the member of ``pool`` to evict; the pool is not empty."""

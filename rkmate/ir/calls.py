@@ -25,7 +25,7 @@ class Held:
 
     key: str
     how: Literal["stays", "ends", "source"] = "stays"
-    """Whether it stays in the environment or is taken out; or is one of the caller's."""
+    """Whether the value stays in the environment, ends there, or belongs to the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Defined(Protocol):
         """Statements that its text needs before it."""
 
     def function(self, name: str, write: Writer) -> str:
-        """Return its text under a name."""
+        """Return the text of the function under a name."""
 
 
 @dataclass(frozen=True, slots=True)

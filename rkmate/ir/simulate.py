@@ -111,7 +111,7 @@ class _Replay:
         """The methods of all kinds of steps but the two frequent ones."""
         self.copies = bool(schedule.copied)
         self.clocked = self.copies or schedule.starts
-        """Whether seconds depend on copies and collectives that run beside computations."""
+        """Whether seconds depend on copies and collectives that run during computations."""
         self.sizes = [d.size for d in graph.d]
         self.fixed = set(graph.inputs)
         self.decided = graph.decided

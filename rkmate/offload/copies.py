@@ -340,7 +340,7 @@ class Lanes:
                 queue.put(chunk)
 
     def here(self) -> bool:
-        """Return whether this thread is one of them."""
+        """Return whether the current thread is one of the lanes' threads."""
         return threading.current_thread() in [lane.thread for lane in self._lanes]
 
     def stop(self) -> None:
@@ -392,7 +392,7 @@ class Lane:
 
     @property
     def started(self) -> bool:
-        """Whether it has a thread that runs, or has run."""
+        """Whether the lane has a thread that runs, or has run."""
         return self.thread is not None and self.thread.ident is not None
 
     def work(self, _keep: object) -> None:

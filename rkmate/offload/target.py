@@ -312,7 +312,7 @@ class _Pace:
         self._alone = (time.perf_counter() - start) / PACE_RUNS
 
     def compute(self) -> None:
-        """Run it once more."""
+        """Run the computation once more, and count it."""
         self._runs += 1
         self._compute()
 

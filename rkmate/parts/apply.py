@@ -63,7 +63,7 @@ from rkmate.torch_seam.modules import (
 
 _M = TypeVar("_M", bound=nn.Module)
 Refused = Callable[[RkmateError], bool]
-"""Told why a call cannot be planned. Returns whether it runs as it is."""
+"""Function called with the reason why a call cannot be planned. Returns whether the call runs as it is."""
 _PUT = REPLACED[:-1]
 """The methods that a planned module has of its own."""
 logger = logging.getLogger("rkmate")
@@ -198,7 +198,7 @@ class PlannedCall:
 
     @property
     def planning(self) -> Planning:
-        """What plans of the module are made with."""
+        """Everything that plans of the module are made with."""
         return self._made_with[0]
 
     @property
@@ -554,7 +554,7 @@ def _put_again(model: nn.Module, made_with: tuple[Any, ...] | None) -> None:
 
 
 _METHODS: tuple[Any, ...] = _state_without_plan, _copy_with_plan, _reduce, _refuse_replicas
-"""What a planned module has instead of its own methods, in the order of `_PUT`."""
+"""Methods that a planned module has instead of its own, in the order of `_PUT`."""
 for _put in _METHODS:
     _put.is_planned = True
 

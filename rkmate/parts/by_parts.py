@@ -105,7 +105,7 @@ class Parts(FollowedParts):
         self._step: ObservedStep | None = None
         self._steps = self._inside = 0
         self._rest = Rest(0, 0, 0, 0)
-        """What all observed steps have shown, at most."""
+        """Memory outside of the parts, the most of all observed steps."""
         self._seen_steps: list[SeenStep] = []
         self._ignores = False
         """Whether the model itself runs, which is not planned by parts."""

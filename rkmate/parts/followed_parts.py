@@ -28,7 +28,7 @@ MEASURED = 3
 """The number of steps with plans that are measured in a row, at most: before `LATER`, until one keeps to its
 budget."""
 LATER = 2
-"""After how many calls with plans a step is measured again; and after twice, four times as many and so on."""
+"""The number of calls with plans after which a step is measured again; then twice as many, and so on."""
 REFUSED = 3
 """The number of steps that are observed because a call had no room, at most: others keep their plans then."""
 
@@ -49,7 +49,7 @@ class FollowedParts(OneBudget):
         self._refusals = 0
         """Steps that were observed because a call had no room."""
         self._asked: Asked | None = None
-        """What the plans that are followed were chosen for."""
+        """The observed step that the current plans were chosen for."""
         self._over = 0
         """Bytes that a step with plans took over its budget, once it was measured."""
         self._peak = self._more = 0
@@ -57,7 +57,7 @@ class FollowedParts(OneBudget):
         latest step asked for on top of their shares."""
         self._followed: FollowedStep | None = None
         self._calls = self._to_measure = 0
-        """How many calls have followed plans, and how many of their steps are still to be measured."""
+        """The number of calls that have followed plans, and of steps that are still to be measured."""
 
     def _share(self, asked: Asked, budget: int) -> bool:
         """Share a budget out, and put plans into the parts; False where the step needs none."""

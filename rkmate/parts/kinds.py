@@ -48,13 +48,13 @@ class Kind:
     """Calls that are alike: of submodules of one class, with parameters and arguments of the same shapes."""
 
     name: str
-    """Of the class."""
+    """Name of the class."""
     key: object
     """The properties that its submodules have in common."""
     sizes: tuple[torch.Size, ...] = ()
     """The shapes of the arguments of the call that was captured."""
     part: Part | None = None
-    """What was captured; None where nothing was."""
+    """The captured call, with its schedules; None if no call was captured."""
     why: str = ""
     """Why none of its calls can be planned."""
     calls: list[tuple[nn.Module, PartCall]] = field(default_factory=list)
@@ -154,7 +154,7 @@ class Kind:
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether it calls torch.utils.checkpoint: what it saves as it is says little."""
+        """Whether the submodules call torch.utils.checkpoint: what they save as they are says little."""
         return self.part is not None and any(
             region_of(n) is not None for n in self.part.traced.capture.graph.nodes)
 
@@ -166,14 +166,14 @@ class Kind:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a budget is shared out for: the parts of a step that was observed, and the rest of it."""
+    """The observed step that a budget is shared out for: its parts, and the rest."""
 
     step: ObservedStep
     kinds: Sequence[Kind]
     places: Sequence[tuple[Kind, Part, nn.Module]]
     """The kind, what was captured of it, and the submodule of each item."""
     calls: Sequence[int]
-    """How often each of these submodules is called."""
+    """Number of calls of each of these submodules."""
     share: float
     """About how much of what the calls hold without recomputation they can hold within the budget."""
     rest: Rest
@@ -193,7 +193,7 @@ class Asked:
         return max((m.bytes for m in self.moments), default=max(self.rest.figures[:3]))
 
     def with_more_outside(self, more: int) -> Asked:
-        """Return the same with more bytes outside of all plans, at each moment."""
+        """Return a copy with more bytes outside of all plans, at each moment."""
         beside, alone, early, _ = (size + more for size in self.rest.figures)
         return replace(
             self, rest=self.rest._replace(beside=beside, alone=alone, early=early),
@@ -225,7 +225,7 @@ class Asked:
 
 
 def over_in_words(name: str, peak: int, budget: int, enough: int) -> str:
-    """Return what to say of a step that takes more than its budget, all in bytes. `enough`: a budget that
+    """Return the message for a step that takes more than its budget, all in bytes. `enough`: a budget that
     leaves room for it."""
     return (f"a step of {name}, planned by parts, takes {peak:,} bytes, and its budget is {budget:,}: what "
             "is not planned takes more than it did in the step that was observed, or keeps outputs of parts "

@@ -21,7 +21,7 @@ STEPS = 4
 
 
 class SeenStep(NamedTuple):
-    """What is kept of a step that was observed."""
+    """The figures that are kept of a step that was observed."""
 
     moments: Mapping[tuple[int, frozenset[int]], int]
     """(the number of the call that runs, or 0; the calls that hold something) -> bytes of the rest."""

@@ -28,7 +28,7 @@ from rkmate.torch_seam.dtensor import bytes_held
 from rkmate.torch_seam.tensors import is_spread_out, key_of, saved_tensors_seen, storage_lives
 
 _MADE = 5
-"""How many times its bytes a caller makes, and keeps, of a result that more calls follow: mean, deviation,
+"""Times its own bytes that a caller makes, and keeps, of a result that more calls follow: mean, deviation,
 noise, sample and divergence of a latent distribution."""
 _SCALAR = 64
 """Bytes of an output that is no input of a loss, but a loss."""
@@ -74,7 +74,8 @@ class PartCall:
     edges: set[int]
     """Marks of the nodes of autograd's graph that its arguments come from."""
     sources: list[tuple[int, int]] = field(default_factory=list)
-    """Of each argument tensor, its node's mark, and which result of that it is; until the forward is over."""
+    """For each argument tensor, its node's mark and its number among the node's results; until the forward is
+    over."""
     shared: set[int] = field(default_factory=set)
     """Numbers of the argument tensors that others use, too, and contribute gradients to; or may: the caller,
     where a tensor comes from outside of the module's call."""
@@ -91,17 +92,18 @@ class PartCall:
     """Storage of a result -> its bytes, and who holds it: `REST` where something else saves it, and the calls
     that take it as an argument and save nothing of it. Their plans hold it, to compute from it again."""
     outputs: list[tuple[int, int]] = field(default_factory=list)
-    """Of each output tensor, its node's mark, and which result of that it is; until the forward is over."""
+    """For each output tensor, its node's mark and its number among the node's results; until the forward is
+    over."""
     places: list[int] = field(default_factory=list)
-    """Of each output tensor, which result of its node it is."""
+    """For each output tensor, its number among the results of its node."""
     taught: set[int] = field(default_factory=set)
     """Numbers of the outputs through which gradients came."""
     living: dict[int, tuple[int, Callable[[], bool]]] = field(default_factory=dict)
-    """Of outputs that it has made, until the forward is over: the storage, and whether that still lives."""
+    """Number of a new output -> its storage, and whether that still lives; until the forward is over."""
     dropped: set[int] = field(default_factory=set)
     """Numbers of the outputs that nothing holds after the forward."""
     strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Of the gradient of each output, where no two of its numbers share a place."""
+    """Number of an output -> the strides of its gradient, if no two of its elements share a place."""
 
 
 @dataclass(eq=False)
@@ -142,8 +144,8 @@ class ObservedStep(Figures):
         self._backward: OpenRun | None = None
         """The run of the meter from the end of the forward on."""
         self._levels: dict[int, tuple[int, int, frozenset[int]]] = {}
-        """Of each node of the backward: what the rest held, and what gradients took when it began; what
-        parts held, and which."""
+        """Node of the backward -> when it began: the bytes of the rest, those of gradients, and the calls
+        that held something."""
         self._holding: frozenset[int] | None = None
         """The calls that hold something now; None: to be found again."""
         self._handing: frozenset[int] = frozenset()

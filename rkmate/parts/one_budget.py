@@ -54,8 +54,8 @@ def is_one_operation(module: nn.Module) -> bool:
 
 def sharded_layers(model: nn.Module) -> list[nn.Module]:
     """Return the innermost sharded modules inside of a model, the model itself left out; without those of one
-    operation (an embedding, a head), where there are others. Of FSDP1, and of what torch.compile has
-    returned, the modules inside of the sharded ones."""
+    operation (an embedding, a head), if there are others. For FSDP1, and for what torch.compile has
+    returned, return the modules inside."""
     sharded = [m for m in model.modules() if m is not model and is_sharded(m)]
     layers = [m for m in sharded if gathers_all_inside(m)
               and not any(is_sharded(inside) for inside in m.modules() if inside is not m)]
@@ -354,7 +354,7 @@ class OneBudget:
     _keeps_gradients = True
     """Whether the gradients of parameters stay until the backward of a call is over."""
     _growth = 1.0
-    """By what factor the rest of a step may grow, as some layers were not called in what was observed."""
+    """Factor by which the rest of a step may grow, as some layers were not called in the observed steps."""
 
     def __init__(self, model: nn.Module, planning: Planning) -> None:
         settings = planning.settings
@@ -363,7 +363,7 @@ class OneBudget:
             settings, calls=1, loss_bytes=0, parts="never", deferred_outputs="never",
             cut=settings.cut if settings.cut.waiting is not None else replace(settings.cut, waiting=LEAST),
             opaque="auto" if settings.opaque == "auto" else ()))
-        """How parts are planned."""
+        """Everything that plans of parts are made with."""
         self._told: set[str] = set()
         self.ran: set[int] = set()
         """Ids of the submodules that were called while they were watched, also where nothing was observed."""

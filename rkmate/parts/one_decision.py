@@ -3,7 +3,7 @@
 Such a model is called equally often on all ranks. A rank that refuses its budget alone would leave the others
 in a collective, and one that plans its parts again alone may communicate while it does so. So the ranks meet
 at calls that decide something (`rkmate.runtime.agreement`), and each takes the decision of all. A model that
-does not communicate meets nobody: what it hears is what it says.
+does not communicate decides alone.
 
 Inside of a DistributedDataParallel, ranks do not meet either, as their calls may differ. But they reduce
 gradients equally often. A rank that refuses its budget leaves a note for the others, and runs its model as it
@@ -49,7 +49,7 @@ class OneDecision:
 
     @contextmanager
     def looks(self) -> Iterator[None]:
-        """Look, around a forward, whether it communicates. All of its ranks see the same."""
+        """Find out, around a forward, whether it communicates. All of its ranks find the same."""
         if self._ranks is not None or not self._may_meet:
             yield
             return
@@ -72,7 +72,7 @@ class OneDecision:
 
     def leaves_note(self, refusal: RkmateError) -> bool:
         """Leave a note for all ranks, which they find after the next reduction of gradients. Return whether
-        there will be one: else the refusal is to be raised now."""
+        that was possible: if not, raise the refusal now."""
         store = meeting_place(None)[0] if is_called_equally_often() else None
         if store is None or self._ranks is not None or self._reductions >= LOOKS:
             return False

@@ -63,14 +63,14 @@ logger = logging.getLogger("rkmate")
 AGREED = 3
 """The step before which all ranks compare what they have measured."""
 AGAIN, CLOSE = 2, 1.5
-"""How often a step is measured again where the smallest budget that it shows is above the given one, and at
+"""Times that a step is measured again if the smallest budget that it shows is above the given one, and at
 most this multiple of it: threads of gloo may have let go of what was exchanged late."""
 MANY = 64
 """Calls in one step, at most: outputs that stay alive, and for which no backward comes, hold no step open."""
 LATER = 16
 """From this step on, steps are measured whose number is a power of two: they may take more than before."""
 _WAITS = "waits"
-"""What a rank says whose gradients have not been exchanged yet."""
+"""Text of a rank whose gradients have not been exchanged yet."""
 
 
 _models: weakref.WeakValueDictionary[int, Sharded] = weakref.WeakValueDictionary()
@@ -91,10 +91,10 @@ class Sharded(ShardedParts):
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], planning: Planning,
                  around: nn.Module | None = None) -> None:
-        """`around`: the FSDP1 around the model, if there is one. Without layers, the rest of the forward is
-        all of it.
+        """Share one budget among sharded layers. Without layers, the rest of the forward is all of it.
+        `around`: the FSDP1 around the model, if there is one.
 
-        Raises `ArgumentError`: several calls before a backward were asked for."""
+        Raises `ArgumentError` if several calls before a backward were requested."""
         if planning.settings.calls != 1:
             raise ArgumentError(f"calls is {planning.settings.calls}, and {type(model).__name__} has sharded "
                                 "layers, which share a budget as calls of one module do: apply a budget to "

@@ -147,14 +147,14 @@ class ShardedParts(OneBudget):
 
     @property
     def _open(self) -> list[Part]:
-        """What waits for its backward now: the newest part of a planned module, once for each of its
-        calls."""
+        """Parts whose backward is still to come: the newest one of each planned module, once for each of
+        its calls."""
         return [part for follower, chosen in self._chosen.items() for part in [*chosen][-1:]
                 for _ in follower.cache.open_calls.now()]
 
     def _is_surely_too_large(self, loss: Part) -> bool:
         """Return whether a step that computes the loss as the original does exceeds the budget, even if all
-        layers save as little as they can. Parameters that are gathered now are gathered in its backward,
+        layers save as little as they can. Parameters that are gathered now are gathered in the backward,
         too."""
         given = self.planning.budget
         budget: float = given.of(self._about() + loss.whole.saved + loss.whole.extra)

@@ -25,7 +25,7 @@ class Reached(BaseException):
 
 
 _stubs: weakref.WeakKeyDictionary[nn.Module, tuple[RestOfForward, nn.Module]] = weakref.WeakKeyDictionary()
-"""Of each stub, the forward that it belongs to, and the sharded module that it replaces."""
+"""Stub -> the forward that it belongs to, and the sharded module that it replaces."""
 
 
 class Stub(nn.Module):

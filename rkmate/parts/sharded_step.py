@@ -114,15 +114,15 @@ class Signature:
     family: list[Signature] = field(default_factory=list)
     """The steps that begin with the same call, the one that ends with it first."""
     further: dict[Any, Signature] = field(default_factory=dict)
-    """By a further call, the step that goes on with it."""
+    """A further call -> the step that goes on with it."""
     number: int = 1
     """The number of calls of the step."""
     calls: int = 0
     """Steps that were begun with this call."""
     rest: Rest | None = None
-    """What is outside of all plans, once a step was measured that has exchanged its gradients."""
+    """Memory outside of all plans, once a step was measured that has exchanged its gradients."""
     unexchanged: Rest | None = None
-    """What measured steps before it have shown that have exchanged no gradients."""
+    """Memory outside of all plans in the steps measured before, which have exchanged no gradients."""
     unexchanged_at: set[int] = field(default_factory=set)
     """Versions of the parameters at which such steps were measured."""
     exchanges: bool | None = None
@@ -132,7 +132,7 @@ class Signature:
     is_shared: bool = False
     """Whether the budget was shared out."""
     earlier: Rest | None = None
-    """What earlier measurements have shown, if it was too much."""
+    """Memory outside of all plans in earlier measurements, if it was too much."""
     taken: int = 0
     """Bytes that the measured step has taken on this rank."""
     planning_took: int = 0
@@ -140,7 +140,7 @@ class Signature:
     checks: int = 0
     """Steps that are still measured, at most, to check those that follow the shared budget."""
     checked: Rest | None = None
-    """What these have shown."""
+    """Memory outside of all plans in the steps that check."""
     over: int = 0
     """Bytes that these have taken, at least; 0 before the first of them."""
     most_taken: int = 0
@@ -152,7 +152,7 @@ class Signature:
     missed: int = 0
     """Steps that were measured for this one, and that made other calls."""
     patience: int = PATIENCE
-    """How many of these there may be."""
+    """The largest number of such steps (`missed`)."""
 
     def __post_init__(self) -> None:
         self.family.append(self)
@@ -185,7 +185,7 @@ class Signature:
             s.rest is None or (s.checks and is_comparable))]
 
     def has_come_for(self, others: Iterable[Signature]) -> None:
-        """Note that such a step was measured, for itself or for others."""
+        """Note that a step with these calls was measured, for itself or for others."""
         self.missed = 0
         for other in others:
             other.missed += other is not self
@@ -345,9 +345,9 @@ class Observed:
         """Bytes that were in memory when the step began, and belong to it."""
         self._run = OpenRun(meter, self._give_up)
         self._stretches: list[tuple[int | None, tuple[int, ...]]] = []
-        """Of each stretch of the step, the number of the planned call that runs, and of those that hold."""
+        """For each stretch of the step, the number of the planned call that runs, and of those that hold."""
         self._arriving: dict[int, int] = {}
-        """Of each stretch in which a backward begins, the bytes of the gradients that it is given."""
+        """Stretch in which a backward begins -> the bytes of the gradients that it is given."""
         self._holding: dict[int, None] = {}
         self.calls: list[tuple[Follower, Part, Way]] = []
         """The planned calls, and what each follows."""

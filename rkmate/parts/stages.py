@@ -40,7 +40,7 @@ class Stages(Sharded):
                                 f"{type(model).__name__} are counted: leave calls out")
         layers = {member: sharded_layers(member) for member in model.children()}
         self.planned = [m for member, inside in layers.items() for m in inside or [member]]
-        """What has plans: the members, or their sharded layers."""
+        """Modules that have plans: the members, or their sharded layers."""
         super().__init__(model, self.planned, planning)
         self.units, self._too_large = [*layers], type(self)._too_large
         self._keeps_gradients = any(layers.values())

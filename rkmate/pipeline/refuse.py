@@ -169,7 +169,7 @@ class Refused:
     least: Candidate | None = None
     """The schedule with the smallest peak, where it is known."""
     measured: bool = True
-    """Whether its costs are known."""
+    """Whether the costs of the variant are known."""
 
     def named(self, first: Prepared) -> int | None:
         """Return the smallest budget that is met, in bytes, where it is known. `first`: the first variant:

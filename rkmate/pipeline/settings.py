@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from rkmate.errors import ArgumentError, RkmateWarning
@@ -62,9 +62,9 @@ class RunSettings:
         if self.on_new_shape not in ("plan", "original", "error"):
             raise ArgumentError(f'on_new_shape is {self.on_new_shape!r}; it should be "plan", "original" or '
                                 '"error"')
-        for name in ("verify", "cuda_graph"):
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(f"{name} is {getattr(self, name)!r}; it should be True or False")
+        for own in fields(self):
+            if isinstance(own.default, bool) and not isinstance(value := getattr(self, own.name), bool):
+                raise ArgumentError(f"{own.name} is {value!r}; it should be True or False")
 
     @property
     def of_wrap(self) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ class KnownPlan:
 
     plan: Plan
     measured: bool
-    """Whether its costs were measured, not scaled."""
+    """Whether the costs of the plan were measured, not scaled."""
     orders: Orders
     """Orders of the options of each class of blocks; empty if none were solved."""
 

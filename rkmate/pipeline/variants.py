@@ -44,10 +44,10 @@ class Variant:
     """The field of `Settings` that says when it is tried: ``"auto"``, where the step does not fit whole,
     ``"always"``, at every budget, or ``"never"``. Empty: always there."""
     asked_for: bool = False
-    """Whether the user asked for it at any budget: it is compared where the step fits whole, too, and nobody
-    is warned of it."""
+    """Whether the user asked for the variant at any budget: it is compared where the step fits whole, too,
+    and nobody is warned of it."""
     takes_longer: bool = False
-    """Whether it computes more than the plain graph: it is tried where nothing else meets the budget."""
+    """Whether the variant computes more than the plain graph: it is tried where nothing else fits."""
     note: str = ""
     """Text for the notes of its plans, with ``{names}`` for the weights that it changes."""
     combines: tuple[str, ...] = ()

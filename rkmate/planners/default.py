@@ -61,7 +61,7 @@ class Auto:
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """See `rkmate.planners.protocol.Composed`."""
+        """Names of the planners that this one asks."""
         return tuple(planner.name for planner in self._planners)
 
     def with_settings(self, settings: PlannerSettings) -> Auto:
@@ -70,7 +70,7 @@ class Auto:
         return self if configured is None else replace(self, default=configured(settings))
 
     def smallest(self, problem: Problem, above: int) -> Candidate:
-        """See `rkmate.planners.protocol.Composed`."""
+        """Return the schedule with the smallest peak that is found (`Composed.smallest`)."""
         return self.default.smallest(problem, above)
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None,
@@ -152,10 +152,10 @@ class Entry:
     """Smallest distance of the best schedule above the bound, relative to the bound, for which it is asked;
     None: it is always asked."""
     after_cut: bool = False
-    """Whether it is asked only if the strategy that gives the bound was cut short, after the schedules found
-    before are finished."""
+    """Whether the strategy is asked only if the one that gives the bound was cut short, after the
+    schedules found before are finished."""
     finished: int = 1
-    """Number of its schedules that are finished."""
+    """Number of the strategy's schedules that are finished."""
 
 
 def table(settings: PlannerSettings, save_set: Planner) -> tuple[Entry, ...]:
@@ -187,7 +187,7 @@ class Default:
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """See `rkmate.planners.protocol.Composed`."""
+        """Names of the planners that this one asks."""
         return tuple(dict.fromkeys(e.origin for e in table(self._settings, self.save_set)))
 
     @property
@@ -205,7 +205,7 @@ class Default:
         return plan(problem, budget, time_limit, known)
 
     def smallest(self, problem: Problem, above: int) -> Candidate:
-        """See `rkmate.planners.protocol.Composed`."""
+        """Return the schedule with the smallest peak that is found (`Composed.smallest`)."""
         least = self._smallest if problem.graph.link is None else self._offloading().smallest
         return least(problem)
 

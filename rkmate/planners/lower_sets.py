@@ -131,7 +131,7 @@ class _Steps(NamedTuple):
     needs: Floats
     """Equation (2) without U_{i-1}."""
     subset: NDArray[np.bool_]
-    """Whether it is a step at all."""
+    """Whether the first set is inside of the second, so that there is a step."""
 
 
 class LowerSetProgram:

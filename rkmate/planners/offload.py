@@ -156,7 +156,7 @@ class Places:
     gap: Ints
     """Index of each gap."""
     first: Bools
-    """Whether it is the first one that its D node is away in: there it is copied."""
+    """Whether the gap is the first one in which its D node is away: the copy is made there."""
     begin: Ints
     """Boundary at which the copy out begins, for `first`."""
     leave: Ints

@@ -150,7 +150,7 @@ class Composed(Planner, Protocol):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Names of the planners that it asks."""
+        """Names of the planners that this one asks."""
 
     def plan(self, problem: Problem, budget: int, *, time_limit: float | None = None,
              known: Sequence[Candidate] | None = None) -> Outcome:

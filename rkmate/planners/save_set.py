@@ -65,7 +65,7 @@ class Copies:
         self.F = {j: program.column(f"F_{j}", 0, 1, self._slows(j), integer=True) for j in self.sent}
         self.L = {j: program.column(f"L_{j}", 0, 1, self._slows(j)) for j in self.sent}
         self.returns = {j: program.column(f"Z_{j}", 0, 1) for j in self.sent}
-        """Whether it is away at the loss, and never made again: then it comes back before it is read."""
+        """Whether the value is away at the loss, and never made again: it comes back before it is read."""
         self.I = [{j: program.column(f"I_{t}_{j}", 0, 1, self._slows(j)) for j in here if j in self.F}
                   for t, here in enumerate(needed)]
         self.any = program.column("copies", 0, 1, integer=True)

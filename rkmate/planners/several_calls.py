@@ -161,7 +161,7 @@ class Item:
 
     ways: Sequence[Way]
     calls: int = 1
-    """How often it is called in a step: all of its calls follow one schedule."""
+    """Number of calls of the part in a step: all of them follow one schedule."""
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,8 @@ def as_refusal(rank: int, text: str) -> RkmateError:
 
 @contextmanager
 def refusals_told(what: Callable[[], Description]) -> Iterator[None]:
-    """Tell other ranks of a refusal inside of the context, which comes before it is known whether they plan
-    the same together: ranks that wait for this one raise it, too. `what`: this rank plans for."""
+    """Tell other ranks of a refusal inside of the context: those that wait for this rank, to plan the same
+    together, raise it, too. `what`: returns what this rank plans for."""
     try:
         yield
     except RkmateError as error:
@@ -245,9 +245,9 @@ class Advice(NamedTuple):
     """Words for errors of ranks that meet: why they meet, and what to do."""
 
     same: str
-    """What all ranks have to do alike."""
+    """Sentence that says what all ranks have to do alike."""
     shapes: str = ""
-    """What to do if shapes differ from rank to rank."""
+    """Sentence that says what to do if shapes differ from rank to rank."""
 
 
 SHARED = Advice(_SAME_CALLS, ('. If shapes differ from rank to rank, each rank can plan new ones alone: '
@@ -276,7 +276,7 @@ class Ranks:
 
     @property
     def numbers(self) -> list[int]:
-        """The ranks, in the order in which they are told of."""
+        """Numbers of the ranks, in the order of their texts."""
         return self._numbers
 
     @property

@@ -274,7 +274,7 @@ class Reads:
 
     @property
     def often(self) -> bool:
-        """Whether they should be planned as ordinary outputs."""
+        """Whether deferred outputs are read so often that they should be planned as ordinary ones."""
         return self._in_a_row >= IN_A_ROW and not self._settled
 
     def call(self) -> Callable[[str], None]:

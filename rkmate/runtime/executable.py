@@ -253,7 +253,7 @@ class PlannedStep:
         self.device = device
         self._model = model
         self.around = around_step(capture)
-        """What happens around each step."""
+        """Adapters around each step."""
         self._any_strides = gradients_of_any_strides(program.joint)
         self.wanted = program.joint.wanted
         self.caller = _caller_tensors(model, capture, program.joint, generated)

@@ -1,8 +1,8 @@
 """A step that follows plans, measured: its forward, the caller's loss and its backward together.
 
 The shares of a budget come from a step that ran as it is, in which operations round otherwise, and temporary
-memory of the rest stands beside other tensors. So a step with plans has the last word. Likewise where a step
-does something that no plan knows of: a backward of a backward, several calls and what stands between them.
+memory of the rest meets other tensors. So a step with plans is measured. So is a step that does what no plan
+knows of: a backward of a backward, several calls and what stands between them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class FollowedStep:
     def __init__(self, parameters: Iterable[torch.Tensor], meter: PartsMeter | None) -> None:
         """`parameters`: of the module. `meter`: None to tell only whether the backward came."""
         self.only_looks = meter is None
-        """Whether it does not measure."""
+        """Whether the step is observed without measuring its memory."""
         self._run: OpenRun | None = None
-        """Where it measures."""
+        """The run of the meter, while it measures."""
         self._new = [0]
         """For each stretch of the step, bytes of gradients that were new by then."""
         self._waits_for_end = self._is_cut = self._is_closed = False
@@ -155,7 +155,7 @@ class UnusualSteps:
         """The plans that it follows."""
 
     def ask(self, why: str, remedy: str) -> None:
-        """Have one of the next steps measured. `why`: what its steps do."""
+        """Have one of the next steps measured. `why`: what the steps do, for a warning."""
         if self._measures and why not in self._asked:
             self._asked.add(why)
             self._remedies[why] = remedy
@@ -189,7 +189,7 @@ class UnusualSteps:
             self._plans[id(plan)] = plan
 
     def follow(self, result: T) -> T:
-        """After the forward of a call. Returns its result."""
+        """Follow the step from the result of a call's forward on. Returns the result."""
         return result if self._step is None else self._step.follow(result)
 
     def _judge(self, peak: int | None, *, is_same: bool) -> None:

@@ -66,15 +66,15 @@ class Planning:
     engines: Engines | None = None
     """Engines that copy data away, if other modules share them; None: the module's own."""
     more_calls: Callable[[], None] | None = None
-    """Told of a step that makes more calls before a backward than fit in the budget of its plans, for a part
-    of a model whose steps are measured. None: a warning tells of it, or later steps are planned for it."""
+    """Function called when a step makes more calls before a backward than fit in the budget of its plans, for
+    a part of a model whose steps are measured. None: a warning, or later steps are planned for it."""
     over: Callable[[InfeasibleBudget], None] | None = None
-    """Told of a call for which the budget is too small: it gets the smallest budget that can be met. None: it
-    is refused."""
+    """Function called for a call whose budget is too small: the call gets the smallest one that can be met.
+    None: the call is refused."""
 
     @property
     def is_part(self) -> bool:
-        """Whether it is for a part of a model whose step was observed."""
+        """Whether the planning is for a part of a model whose step was observed."""
         return self.taught is not None
 
     def taught_mask(self, capture: Capture) -> TangentMask | None:
@@ -293,8 +293,8 @@ class Prototype:
     """Keys of modules with other attributes whose calls have the same graph."""
 
     def fits(self, model: nn.Module, key: Guards) -> bool:
-        """Whether a call of a module has the same graph: all that a plan is specialised on is equal, except
-        which objects the submodules are, and what stands in the place of their calls."""
+        """Return whether a call of a module has the same graph: all that a plan is specialised on is equal,
+        except which objects the submodules are, and what replaces their calls."""
         return (model is self.model or is_free(self.traced)) and self.traced.capture.recipe is None and any(
             is_alike(key, known, self.hooks_outside) for known in (self.key, *self.also))
 
@@ -307,7 +307,7 @@ def is_free(traced: Traced) -> bool:
 
 def is_alike(key: Guards, other: Guards, hooks_outside: bool = False, *, attributes: bool = True) -> bool:
     """Return whether all that a plan is specialised on is equal in two calls, except which objects the
-    submodules are, and what stands in the place of their calls.
+    submodules are, and what replaces their calls.
 
     `hooks_outside`: whether the module's own hooks run around its plan. `attributes`: whether these, and the
     classes of the submodules, are compared, too.
@@ -321,7 +321,7 @@ def is_alike(key: Guards, other: Guards, hooks_outside: bool = False, *, attribu
 
 
 def attributes_in(key: Guards, hooks_outside: bool = False) -> list[tuple[str, Any]]:
-    """Return the attributes that a plan is specialised on, except what stands in the place of calls."""
+    """Return the attributes that a plan is specialised on, except for what replaces calls."""
     return [(path, value) for path, value in key.attributes.content
             if path not in REPLACED and not path.endswith(f".{COMPILED_CALL}")
             and not (hooks_outside and path == HOOKS_OF_FORWARD)]

@@ -103,7 +103,7 @@ class PlannedModule(StandIn):
     _FIELDS = frozenset(("_plans", "_latest", "_reader", "_told", "_unplanned", "_planned_forward",
                          "_lengths", "_around", "_unusual"))
     _has_class_of_original: ClassVar[bool] = True
-    """Whether its class has a forward with the signature of the original's class."""
+    """Whether the class has a forward with the signature of the original's class."""
     _plans: PlanCache
     _latest: Executable | None
     _reader: ModuleReader
@@ -459,7 +459,7 @@ def outside_of_dynamo(forward: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _traced_here() -> bool:
-    """Return whether this thread captures, or exports, now: a module that this one is a part of.
+    """Return whether this thread is capturing or exporting a module that contains this one.
 
     Torch's flag does not say: it is one for all threads.
     """

@@ -115,7 +115,7 @@ class Shown(Generic[T]):
         """`ready`: the plan of the step; `tell`: gives a text to all ranks, and returns the texts of all."""
         self.ready, self._tell = ready, tell
         self.seen: tuple[Outside, int] | None = None
-        """What stands outside of this rank's plan, and the number of open calls; None before a backward."""
+        """Memory outside of this rank's plan, and the number of open calls; None before a backward."""
 
     def together(self) -> tuple[Outside, int] | None:
         """Return the most that any rank was shown, and the most open calls; None if no rank was shown
@@ -301,7 +301,7 @@ class InARow:
 
     def watch(self, call: Call, are_open: Callable[[], Sequence[Call]], device: torch.device,
               tell: Callable[[Outside], None]) -> None:
-        """After the forward of a call: if it is one to look at, look when its backward begins, unless more
+        """Look at a call whose forward is over, if there is reason to, when its backward begins, unless more
         calls are open then than its plan is for. `tell`: gets what was found."""
         start, before, then = self._at_start, self._before, call.begins
         if start is None or before is None:
@@ -506,7 +506,7 @@ def warn_of_row(name: str, seen: Outside, plan: Plan) -> None:
 
 
 def warn_of_other_layers(name: str, seen: Outside, plan: Plan) -> bool:
-    """Warn if a step takes more than its budget because of layers in front of the module or beside it.
+    """Warn if a step takes more than its budget because of layers in front of the module or next to it.
     Returns whether it does."""
     kept = seen.beside + seen.before
     together = plan.peak_bytes + kept

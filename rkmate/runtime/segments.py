@@ -86,7 +86,7 @@ class Call:
         """Whether the latest backward keeps its graph, so that another one may follow; and whether what the
         forward has left is gone."""
         self.handed: dict[str, tuple[int, int]] = {}
-        """Of some inputs, by source key: the place of the gradient that was handed out, and its version."""
+        """Source key of an input -> the place of the gradient that was handed out, and its version."""
         self.kept: Kept | None = None
         """Values of the first run that a further backward takes."""
         self.again_with_graph: WithGraph | None = None
@@ -219,7 +219,7 @@ class Call:
 
     @property
     def is_open(self) -> bool:
-        """Whether its backward has not come, or not to its end: it holds what that reads."""
+        """Whether the backward of the call is not over: the call holds what that reads."""
         return 0 <= self.next <= self.last
 
     def goes_through(self, outputs: Iterable[int]) -> None:
@@ -479,7 +479,7 @@ class OpenCalls:
         """Plans and numbers of calls, before a forward and a backward, that need no second look."""
         self._told: set[int] = set()
         self.told_beside = False
-        """Whether a warning has told of layers beside the module."""
+        """Whether a warning has told of layers next to the module."""
         self._begun = self._most = 0
         """Backwards that have begun, and the most calls that were open at the beginning of any."""
 

@@ -90,7 +90,7 @@ class Same(Part):
         self.objects = objects
 
     def is_of(self, objects: Sequence[Any]) -> bool:
-        """Return whether it stands for these objects, in this order."""
+        """Return whether the part stands for these objects, in this order."""
         return identical(self.objects, objects)
 
 
@@ -166,7 +166,7 @@ def _parts_of(value: Any, above: frozenset[int]) -> Any:
 
 
 def _says_what_it_equals(value: Any) -> bool:
-    """Return whether its class has a hash, and all attributes in slots: some may be caches (of a path)."""
+    """Return whether the class of a value has a hash, and all attributes in slots (some may be caches)."""
     own: Any = type(value).__hash__
     return not hasattr(value, "__dict__") and own is not object.__hash__
 
@@ -441,8 +441,8 @@ def _read_of(kind: type, names: frozenset[str]) -> frozenset[str]:
 
 
 def _is_own(forward: Any, m: Any) -> bool:
-    """Return whether it is the class's forward, which libraries leave in a module after a wrapper of
-    theirs."""
+    """Return whether a module's forward is that of its class, which libraries leave there after a wrapper
+    of theirs."""
     return isinstance(forward, MethodType) and forward.__self__ is m \
         and forward.__func__ is getattr(type(m), "forward", None)
 

@@ -1,4 +1,4 @@
-"""The package's own operators: one record for each, which says all that is known about it.
+"""The package's own operators: one record for each, which says all that the package knows about it.
 
 `register` gives the operators to torch. Whoever has a question about an operator (what it may overwrite, how
 much temporary memory it takes, whether it uses autograd inside) asks its record.
@@ -24,7 +24,7 @@ class Over:
     """An operator that writes the first result of another one over an argument."""
 
     name: str
-    """The operator that does it, such as ``scale_`` or ``batch_norm_backward.over``."""
+    """The operator that overwrites, such as ``scale_`` or ``batch_norm_backward.over``."""
     argument: int
     """Position of the argument that may be overwritten."""
     keyword: str | None = None
@@ -62,17 +62,18 @@ class OwnOperator:
     stands_for: OpOverload | None = None
     """The operator of torch that this one replaces. Its rule of temporary memory holds for this one, too."""
     rows_like: OpOverload | None = None
-    """The operator of torch's by whose row rule it is cut into tiles."""
+    """The operator of torch whose row rule cuts this one into tiles."""
     linear: bool = False
     """Whether the result is linear in the first operand, whatever the others are."""
     flops: Callable[..., int] | None = None
     """Floating-point operations, by the shapes of the arguments; for all overloads."""
     reads_host: bool = False
-    """Whether it may read values on the host, for which an accelerator is waited for."""
+    """Whether the operator may read values on the host, for which an accelerator is waited for."""
     uses_autograd: bool = False
-    """Whether it uses autograd inside, so that it cannot run below autograd."""
+    """Whether the operator uses autograd inside, so that it cannot run below autograd."""
     communicates: bool = False
-    """Whether it exchanges data with other ranks: it runs once in a step, on all of them, in one order."""
+    """Whether the operator exchanges data with other ranks: it runs once in a step, on all ranks, in one
+    order."""
 
     @property
     def name(self) -> str:

@@ -313,7 +313,7 @@ class Form:
     nbytes: int
     """Bytes of the whole storage."""
     conjugate: bool
-    """Whether it stands for the conjugate of its bytes."""
+    """Whether the tensor stands for the conjugate of its bytes."""
     negative: bool
 
     @staticmethod

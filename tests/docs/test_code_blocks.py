@@ -58,7 +58,7 @@ def _cases() -> Iterator[Any]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if "```python" in text:
-            marks = [pytest.mark.xdist_group("trainers")] * ("needs: pytorch_lightning" in text)
+            marks = [pytest.mark.xdist_group("trainers")] * ("needs: lightning" in text)
             marks += [pytest.mark.slow] * (page.name in LONG)
             yield pytest.param(page, id=page.name, marks=marks)
 

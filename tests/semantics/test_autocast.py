@@ -42,7 +42,7 @@ def _one_after_another(run: Callable[..., torch.Tensor], x: torch.Tensor) -> tor
     with torch.autocast("cpu", torch.bfloat16):
         first = run(x).float()
     with torch.autocast("cpu", torch.bfloat16):
-        return first + run(x).float() + run(x).float()
+        return first + run(x).float()
 
 
 def _without_cache(run: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Reused(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x
-        for _ in range(4):
+        for _ in range(2):
             h = torch.tanh(self.cell(h) + x)
         return h @ self.cell.weight
 
@@ -137,7 +137,7 @@ OPERATIONS: dict[str, Callable[[], nn.Module]] = {
     "layer norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()),
     "batch norm": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
     "convolution": lambda: nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ConvTranspose2d(4, 2, 3)),
-    "convolution of a sequence": lambda: nn.Conv1d(4, 4, 3),
+    "convolution of a sequence": lambda: nn.Conv1d(3, 4, 3),
     "softmax and cross entropy": lambda: Of(nn.Linear(8, 5), _classified),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
     "embedding": lambda: Of(nn.Embedding(7, 8), _embedded),
@@ -175,7 +175,7 @@ def _runs(operation: str, region: str) -> bool:
 
 
 def _input(operation: str, layout: str) -> torch.Tensor:
-    x = torch.randn((2, 3, 6, 6) if operation in OF_IMAGES else (3, 4, 8))
+    x = torch.randn((2, 3, 6, 6) if operation in OF_IMAGES else (2, 3, 8))
     if layout == "other":
         x = x.to(memory_format=torch.channels_last) if operation in OF_IMAGES else \
             x.transpose(0, 1).contiguous().transpose(0, 1)
@@ -233,7 +233,7 @@ def test_bits(region: str, layout: str, group: int) -> None:
 
 def test_a_weight_is_cast_once_in_a_region() -> None:
     """As in eager mode, so that the step's peak without a plan is eager's."""
-    for region, casts in (("inside", 1), ("island", 1), ("one_after_another", 2), ("without_cache", 10)):
+    for region, casts in (("inside", 1), ("island", 1), ("one_after_another", 2), ("without_cache", 6)):
         captured = capture(Column(region, ["a weight used several times"]),
                            ({"a weight used several times": torch.randn(4, 8)},), {})
         weight = next(n for n, s in captured.sources.items() if s.key.endswith("cell.weight"))

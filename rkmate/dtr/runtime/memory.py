@@ -71,11 +71,11 @@ class Memory:
         self.dropped: list[tuple[Buffer, bool]] = []
         self._untold: list[Buffer] = []
         self.on_drop: Callable[[Buffer], None] = lambda buffer: None
-        """Told when the program lets go of a storage."""
+        """Function called when the program lets go of a storage."""
         self.on_forget: Callable[[Operation], None] = lambda operation: None
-        """Told when nothing that an operation made is left in the graph."""
+        """Function called when nothing that an operation made is left in the graph."""
         self.on_lose: Callable[[Buffer], None] = lambda buffer: None
-        """Told when a buffer is gone that nothing can compute, and others were made from it."""
+        """Function called when a buffer is gone that nothing can compute, and others were made from it."""
 
     # -- buffers come and go ------------------------------------------------------------------
 

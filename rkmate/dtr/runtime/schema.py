@@ -20,11 +20,11 @@ class Traits:
     """Traits of an operation, from its schema."""
 
     mutated: tuple[tuple[int, str], ...]
-    """Arguments that it writes to, by position and name."""
+    """Arguments that the operation writes to, by position and name."""
     view: bool
-    """Whether its results share its arguments' storages."""
+    """Whether results share the storages of arguments."""
     random: bool
-    """Whether it draws from a generator."""
+    """Whether the operation draws from a generator."""
     keeps_statistics: bool
     """A batch norm that updates running statistics its schema does not mention."""
     into: OpOverload | None

@@ -119,11 +119,11 @@ class _Found:
     """Attributes that the forward has assigned: the tracer takes some of them back."""
     effects = Effects()
     outputs = 0
-    """Tensors that it has returned, or left changed."""
+    """Number of tensors that the forward has returned, or left changed."""
     differentiates: bool = False
-    """Whether it asks for a gradient by itself."""
+    """Whether the forward asks for a gradient by itself."""
     has_dtensors: bool = False
-    """Whether it computes with DTensors."""
+    """Whether the forward computes with DTensors."""
 
     def note_gradient(self) -> None:
         self.differentiates = True

@@ -1,9 +1,9 @@
-"""Changes that a forward leaves behind, beside its result: of attributes, of objects among its arguments, of
+"""Changes that a forward leaves behind next to its result: of attributes, of objects among its arguments, of
 lists and dictionaries in which the model or its hooks collect tensors.
 
-A trace sees neither. What a traced forward has left there is found when it is over; its tensors are further
-outputs of the step, and each planned forward writes them where the model's own forward does. A number that a
-forward only adds to is added to.
+A trace sees none of them. What a traced forward has left there is found when it is over; its tensors are
+further outputs of the step, and each planned forward writes them where the model's own forward does. A number
+that a forward only adds to is added to.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Collected:
     """Whether a list gets them in addition to those that it has."""
 
     def repeat(self, tensors: Tensors, args: Any, kwargs: Any) -> None:
-        """Put them there, after a planned forward."""
+        """Put the members into the container, after a planned forward."""
         held, members = self._held(args, kwargs), self.members.fill(list(tensors))
         if isinstance(held, dict):
             for k in self.filled.old.keys() - self.filled.new.keys():
@@ -114,7 +114,7 @@ class Counted:
 
     number: Number
     new: Any
-    """What the first forward has made of it."""
+    """Value after the first forward."""
     step: int | float | None
     """The amount that a forward adds; None where it assigns the same value each time."""
 
@@ -153,7 +153,7 @@ class Effects:
         return bool(self.attributes or self.objects or self.collected or self.numbers)
 
     def repeat(self, args: Any, kwargs: Any, tensors: Tensors) -> None:
-        """Leave them as the forward does that was called with these arguments."""
+        """Make the changes that the forward makes, after a planned one with these arguments."""
         for written in self.attributes:
             written.repeat(tensors)
         for each in self.collected:

@@ -66,7 +66,7 @@ _DEEP = 3
 
 @dataclass
 class Read:
-    """What the forward of a class, and what that calls, may read."""
+    """Names that the forward of a class, and what that calls, may read."""
 
     asked: list[str] = field(default_factory=list)
     """Names that it asks an object for with a default."""

@@ -140,20 +140,20 @@ class Hidden:
     old: Any
 
     def has_changed(self) -> bool:
-        """Return whether it has another state now."""
+        """Return whether the object has another state now."""
         return not _equal(_read(self.held), self.old)
 
     def now(self) -> Hidden:
-        """Return it with the state that it has now."""
+        """Return a record of the object with its current state."""
         return Hidden(self.path, self.held, _read(self.held))
 
     def restore(self) -> None:
-        """Give it the state that it had."""
+        """Restore the recorded state of the object."""
         write(self.held, self.old)
 
     def set_back(self) -> None:
-        """Give it the state from before this moment, where what has come since came once before it, too: a
-        list with a further member, a number that has grown."""
+        """Give the object the state from before the recorded one, if what has changed since then had changed
+        in the same way before: a list with a further member, a number that has grown."""
         now, old = _read(self.held), self.old
         if isinstance(now, (list, deque)):
             before, more = [*now][:len(old)], [*now][len(old):]

@@ -81,7 +81,7 @@ class OpaqueCall:
         """Forms of the results, by shapes and types of the inputs."""
 
     def is_of(self, module: nn.Module, *others: Any) -> bool:
-        """Return whether it is a call of this module, with these."""
+        """Return whether a module is called, with equal inputs, names and autocast."""
         inputs, names, autocast = others
         return self.module() is module and (
             self.inputs.spec, self.inputs.constants(), self.names, self.autocast) == (

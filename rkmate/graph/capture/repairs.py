@@ -119,10 +119,10 @@ class Rewrite(Pass, Generic[G]):
     when: tuple[str, ...] = field(default=(), kw_only=True)
     """Choices of the graph (`Joint.choices`) without which it is left out."""
     unless: tuple[str, ...] = field(default=(), kw_only=True)
-    """Choices with which it is left out."""
+    """Choices with which the repair is left out."""
 
     def applies(self, choices: frozenset[str]) -> bool:
-        """Return whether it works on a graph with these choices."""
+        """Return whether the repair works on a graph with these choices."""
         return choices.issuperset(self.when) and choices.isdisjoint(self.unless)
 
 

@@ -67,11 +67,11 @@ class Assigned:
 
     @property
     def line(self) -> str:
-        """Where the forward assigns it, for a message (`line_that_assigns`)."""
+        """The line that assigns the attribute, for a message (`line_that_assigns`)."""
         return line_that_assigns(self.holder, self.name)
 
     def repeat(self) -> None:
-        """Assign it again; with zeros in the place of traced tensors."""
+        """Assign the attribute again, with zeros instead of traced tensors."""
         new = self.new
         if tensors_in(new):
             tensors, structure = take_apart(new, result=True)
@@ -133,7 +133,7 @@ class Filled:
 
     @property
     def is_longer(self) -> bool:
-        """Whether it is a list that begins with all members from before."""
+        """Whether the container is a list that begins with all members from before."""
         return isinstance(self.held, list) and len(self.new) > len(self.old) \
             and all(map(is_, self.old, self.new))
 
@@ -169,7 +169,7 @@ class Filled:
         return found
 
     def repeat(self) -> None:
-        """Fill it again, with zeros in the place of traced tensors."""
+        """Fill the container again, with zeros instead of traced tensors."""
         tensors, structure = take_apart(self.changes(), result=True)
         members = structure.fill([torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
         if isinstance(members, dict):
@@ -447,7 +447,7 @@ class PythonState:
 
 
 def _same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    """Return whether these are the same objects under the same names."""
+    """Return whether two dictionaries hold the same objects under the same names."""
     return len(now) == len(before) and all(now.get(k, MISSING) is v for k, v in before.items())
 
 

@@ -292,7 +292,7 @@ class Values:
         self._held: dict[int, tuple[torch.Tensor, str, int]] = {}
         """Stand-ins for buffers, with their names and versions."""
         self._origins: dict[int, frozenset[str]] = {}
-        """Of each slot, what its value depends on: names of buffers, `_ARGUMENT`; nothing for a constant."""
+        """Slot -> what its value depends on: names of buffers, `_ARGUMENT`; nothing for a constant."""
         self.numbers: set[str] = set()
         """The buffers that the forward reads numbers from."""
         self._autocast: list[Any] = []

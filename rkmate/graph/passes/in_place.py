@@ -62,7 +62,7 @@ _INTO_INPUT_BY_ROWS = {aten._log_softmax.default: aten._log_softmax.out,
 
 @dataclass(frozen=True)
 class InPlace:
-    """How a call writes its result over one of its arguments."""
+    """The way in which a call writes its result over one of its arguments."""
 
     argument: int
     """Position of the argument whose storage takes the result."""

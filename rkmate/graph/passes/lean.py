@@ -23,7 +23,7 @@ aten = torch.ops.aten
 # -- Kernels that work part by part ----------------------------------------------------------------
 #
 # The tensors around a language model's loss and a network's first batch norms are often the largest of all,
-# and torch's kernels allocate several of their size at once. The operators that take their place give the
+# and torch's kernels allocate several of their size at once. The operators that replace them give the
 # same bits with one such tensor: the one that they overwrite.
 
 _LOSSES = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)

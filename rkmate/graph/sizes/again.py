@@ -126,7 +126,7 @@ def once_of(capture: Capture, key: Hashable, make: Callable[[], T]) -> T:
 
 
 def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether these are ordinary tensors on devices that are here."""
+    """Return whether all are ordinary tensors, on devices that are present."""
     return all(type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and not t.is_nested
                for t in tensors) and all(devices.of(d).elsewhere is None for d in {t.device for t in tensors})
 
@@ -144,7 +144,7 @@ def _step_of(recording: Recording | None) -> _Step | None:
 
 
 def _keep(known: _Known) -> None:
-    """Keep a call in the place of an equal one; forget the oldest."""
+    """Keep a call, which replaces an equal one; forget the oldest."""
     owner = known.owner()
     _known[:] = [*(k for k in _known if k.owner() is not owner or k.call != known.call), known]
     while len(_known) > MOST_CALLS or (len(_known) > 1 and sum(k.nodes for k in _known) > MOST_NODES):

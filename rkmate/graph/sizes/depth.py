@@ -290,7 +290,7 @@ class _Longer:
             raise _Differs("forward and backward are mixed")
         self.leaves = [pytree.tree_leaves(n.meta.get(VALUE)) for n in self.nodes]
         self.owner: dict[int, Reference] = {}
-        """Of each storage, the first value in it."""
+        """Storage -> the first value in it."""
         for k, leaves in enumerate(self.leaves):
             for j, t in enumerate(leaves):
                 if isinstance(t, torch.Tensor):

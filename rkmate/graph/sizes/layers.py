@@ -196,7 +196,7 @@ def _can_be_copied(model: nn.Module, path: str) -> bool:
 
 
 def _of_a_plan(value: Any) -> bool:
-    """Return whether an attribute of a module is what its plan has put there, in the place of nothing."""
+    """Return whether an attribute of a module comes from its plan, and replaces no attribute of the model."""
     maker = value.__func__ if isinstance(value, MethodType) else type(value)
     return getattr(maker, "is_planned", False) is True and getattr(maker, "replaces", None) is None
 

@@ -361,7 +361,7 @@ _NORMS = (F.batch_norm, F.instance_norm)
 _READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _WRITE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-"""Methods that make a tensor one that is trained, or no longer trained."""
+"""Methods that set whether a tensor requires a gradient."""
 _OF_SPARSE = tuple(getattr(torch.Tensor, name) for name in (
     "_nnz", "_indices", "_values", "indices", "values", "crow_indices", "col_indices", "ccol_indices",
     "row_indices"))

@@ -245,14 +245,14 @@ class _Known(dict[Any, Any]):
 
 
 _known: dict[tuple[object, ...], _Known] = {}
-"""By the settings of the process that results depend on: captures find in the others' what they compute."""
+"""Settings of the process that results depend on -> results, which later captures find."""
 _MOST_KNOWN = 5_000
-"""Results that are kept: some kilobytes each."""
+"""The largest number of results that are kept, of some kilobytes each."""
 
 
 @contextmanager
 def _own_results() -> Iterator[None]:
-    """Keep the results on fake tensors that are found inside apart from those that others find."""
+    """Keep the results on fake tensors that captures find apart from those that others find."""
     settings = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.enabled,
                 torch.backends.mkldnn.enabled, *all_off())
     known = _known.setdefault(settings, _Known()) if devices.all_present() else _Known()

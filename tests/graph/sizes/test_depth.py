@@ -27,7 +27,7 @@ from rkmate.torch_seam.tensors import storage_id
 from tests.equality import assert_same_step
 from tests.models import Sample
 
-DEEP = 8
+DEEP = 7
 
 
 class Block(nn.Module):
@@ -79,7 +79,7 @@ class Crossed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(*(Block(k) for k in range(DEEP)))
-        self.decoder = nn.ModuleList(nn.Bilinear(8, 8, 8) for _ in range(DEEP - 1))
+        self.decoder = nn.ModuleList(nn.Bilinear(8, 8, 8) for _ in range(DEEP))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         known = self.encoder(x)

@@ -40,7 +40,7 @@ class Part(Result):
     overlaps: bool = False
     """Whether the tiles' parts overlap, and are added up there."""
     strides: tuple[int, ...] | None = None
-    """Strides of the value that it replaces; None for a contiguous result."""
+    """Strides of the value that the result replaces; None for a contiguous result."""
 
     @property
     def is_sum(self) -> bool:
@@ -252,7 +252,7 @@ def _overlap(run: TileRun, argument: int) -> tuple[int, int]:
 
 def _covers(runs: Sequence[TileRun], argument: int, first: Part) -> bool:
     """Return whether tiles read an argument like the first result part by part, and make of each part, and
-    of parts beside it no larger than a tile's."""
+    of its neighbours no larger than a tile's."""
     at = carried = 0
     for run in runs:
         value, pairs = _inputs(run)[argument].meta[VALUE], _pairs(run, argument)
@@ -270,8 +270,8 @@ def _covers(runs: Sequence[TileRun], argument: int, first: Part) -> bool:
 
 
 def _put_first(banded: Banded, run: TileRun) -> list[str]:
-    """Return the lines that put a tile's part of the first result over its part of an argument, and what lies
-    beside it before, which is written, and after, which the next tile still has to read."""
+    """Return the lines that put a tile's part of the first result over its part of an argument, with the
+    part before it, which is written, and the part after it, which the next tile still has to read."""
     first, name, dim = banded.gives[0], _first(run).name, banded.gives[0].dim
     assert banded.over is not None and dim is not None
     own = [mine for mine, _ in _pairs(run, banded.over) if mine is not None]

@@ -34,7 +34,7 @@ from rkmate.torch_seam.nodes import VALUE, is_backward, wish_of
 aten = torch.ops.aten
 
 MOST_PARTS = 32
-"""Of a stretch: with more, calls take longer than what they compute."""
+"""Largest number of parts of a stretch: with more, calls take longer than what they compute."""
 MOST_WORK = 2.0
 """The work of all tiles together at most, as a multiple of the whole's: what windows see of neighbours is
 computed in each tile."""

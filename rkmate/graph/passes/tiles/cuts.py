@@ -217,7 +217,7 @@ def _slice(node: fx.Node, band: Band) -> Piece | None:
 
 
 def _along(place: int, default: Any = None, *, keeps: bool = True) -> CutRule:
-    """Make the rule of what works along the dimensions of the first argument that argument `place` names.
+    """Return the rule of operations along dimensions of the first argument, which argument `place` names.
     `keeps`: whether the result has as many dimensions, unless argument ``place + 1`` says that a reduction
     keeps its own."""
     def rule(node: fx.Node, band: Band) -> Piece | None:

@@ -33,7 +33,7 @@ class Norm:
     bias: fx.Node | None
     eps: float
     groups: int | None = None
-    """Of the channels of an image; None for a batch norm, whose statistics are of all images."""
+    """Number of groups of an image's channels; None for a batch norm, whose statistics are of all images."""
     momentum: float = 0.0
     running: tuple[fx.Node, fx.Node] | None = None
     """Running mean and variance, of which the norm returns new values."""

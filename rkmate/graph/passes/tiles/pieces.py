@@ -50,9 +50,9 @@ class Piece:
 
     needs: tuple[Need, ...]
     write: Callable[[Write], Any]
-    """Writes it, and returns its value."""
+    """Function that writes the piece, and returns its value."""
     mixes: bool = False
-    """Whether it reads statistics of the whole operand, which tiles have computed before."""
+    """Whether the piece reads statistics of the whole operand, which tiles have computed before."""
 
 
 CutRule = Callable[[fx.Node, Band], Piece | None]

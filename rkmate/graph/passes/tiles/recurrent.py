@@ -40,23 +40,23 @@ class _Layer:
     kept: int
     """Among the results: what the gradient reads."""
     states: tuple[int, ...]
-    """Among the arguments of both."""
+    """Positions of the states among the arguments of both."""
     output: int
-    """Among the gradient's arguments, as all that follow."""
+    """Position of the output among the gradient's arguments; so are all positions up to `reserve`."""
     leaving: tuple[int, ...]
-    """Of the last states."""
+    """Positions of the last states."""
     of_output: int
     of_leaving: tuple[int, ...]
     reserve: int
-    """What the layer has kept."""
+    """Position of what the layer has kept."""
     of_states: tuple[int, ...]
-    """Among the gradient's results."""
+    """Positions of the gradients of the states among the gradient's results."""
     batch_first: int | None
-    """Among a layer's arguments, as all that follow; None: the steps are first."""
+    """Position among a layer's arguments, as for all below; None: the steps are first."""
     backwards: int | None
-    """Whether the sequence is read from its end."""
+    """Position of the flag of a sequence that is read from its end."""
     whole: int | None
-    """What has no segments: packed sequences, both directions at once."""
+    """Position of what has no segments: packed sequences, both directions at once."""
 
 
 def _layer(operator: Any, gradient: Any, *, states: Sequence[str], batch_first: str | None = None,
@@ -161,12 +161,12 @@ def _in_segments(joint: Joint, layer: fx.Node, gradient: fx.Node) -> None:
 
 @dataclass
 class _Making:
-    """Operations that take the place of one operation with several results."""
+    """Operations that replace one operation with several results."""
 
     joint: Joint
     instead_of: fx.Node
     dim: int
-    """Of a sequence's steps."""
+    """Dimension of a sequence's steps."""
 
     def call(self, target: Any, *args: Any) -> fx.Node:
         """Add an operation."""

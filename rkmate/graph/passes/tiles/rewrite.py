@@ -43,7 +43,7 @@ aten = torch.ops.aten
 MOST_PARTS = 32
 LEAST_ROWS = 32
 """In more parts, or of fewer rows, a region is much slower than the whole: each tile reads and writes the
-sums of the weights' gradients. Fewer parts take their place where there is room (`alternatives`)."""
+sums of the weights' gradients. Fewer parts replace them where there is room (`alternatives`)."""
 
 
 def default_parts(region: Region, like: torch.Tensor) -> int:
@@ -317,7 +317,7 @@ class _Making:
         self.anchor = seed
         """Node before which operations are inserted."""
         self._values: dict[tuple[fx.Node, int], fx.Node] = {}
-        """Of each operation, in the group that begins at a row."""
+        """(operation, first row of a group) -> its value there."""
         self._given: dict[_Key, fx.Node] = {}
         """Rows of what comes in, by its form and where they begin."""
 

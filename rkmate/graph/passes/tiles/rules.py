@@ -77,7 +77,7 @@ class RowTile:
 
     graph: fx.Graph
     n: fx.Node | int
-    """How many rows it has."""
+    """Number of its rows."""
     value: Mapping[fx.Node, fx.Node]
     """The tile's value of each operand."""
     forms: Mapping[fx.Node, int]
@@ -93,7 +93,7 @@ Emit = Callable[[fx.Node, int, RowTile], fx.Node]
 
 @dataclass(frozen=True)
 class RowRule:
-    """Of one kind of operations."""
+    """Rule for tiles of one kind of operations."""
 
     takes: Form
     emit: Emit

@@ -27,7 +27,7 @@ class Step:
 
     node: fx.Node
     way: InPlace | None
-    """How it writes its result over an operand that ends with it."""
+    """The way in which the operation writes over an operand that ends with it; None if it does not."""
     ends: tuple[fx.Node, ...]
     """Values that nobody reads after it."""
 
@@ -92,8 +92,8 @@ class Give(Result):
     """A result of a computation that runs a few rows at a time."""
 
     lead: int
-    """How many leading dimensions are rows, which tiles fill one after the other; 0: the tiles' parts are
-    summed up, in single precision at least."""
+    """Number of leading dimensions that are rows, which tiles fill one after the other; 0: the tiles' parts
+    are summed up, in single precision at least."""
 
     @property
     def is_sum(self) -> bool:

@@ -66,7 +66,7 @@ class Stretch:
     sums: dict[fx.Node, int]
     """Sums over the dimension that is cut: that dimension of the operand that is summed up."""
     ports: dict[fx.Node, Port]
-    """By placeholder."""
+    """Placeholder -> its port."""
     origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """The operation of the joint graph that each operation is a copy of."""
     results: list[fx.Node] = field(default_factory=list)
@@ -153,9 +153,9 @@ class Cover:
     whole: set[fx.Node]
     """Values from outside that are read whole."""
     pieces: dict[fx.Node, Piece]
-    """The operations."""
+    """Operation -> its piece."""
     counted: dict[fx.Node, Piece]
-    """What the tile adds to the statistics of norms."""
+    """Norm -> what the tile adds to its statistics."""
     outside: dict[fx.Node, Band] = field(default_factory=dict)
     """The part of each value of the joint graph that comes in."""
 

@@ -320,7 +320,7 @@ def _written_out(joint: Joint, function: Callable[..., Any], given: Sequence[fx.
 
 def _call(joint: Joint, banded: Any, args: Sequence[fx.Node], more: Sequence[fx.Node],
           results: Sequence[fx.Node], *, backward: bool) -> None:
-    """Let a computation in tiles take the place of what makes some values."""
+    """Let a computation in tiles replace the operations that make some values."""
     items = _called(joint, banded, [*args, *more], results, backward=backward)
     for k, result in enumerate(results):
         joint.replace(result, items[k])
@@ -329,7 +329,7 @@ def _call(joint: Joint, banded: Any, args: Sequence[fx.Node], more: Sequence[fx.
 
 def _called(joint: Joint, banded: Any, args: Sequence[fx.Node], results: Sequence[fx.Node], *,
             backward: bool) -> list[fx.Node]:
-    """Return the results of a call that takes the place of what makes some values."""
+    """Return the results of a call that replaces the operations that make some values."""
     after = readers_of(results)
     anchor = next((n for n in joint.graph.nodes if n in after), results[-1])
     with joint.graph.inserting_before(anchor):

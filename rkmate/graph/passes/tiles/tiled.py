@@ -85,7 +85,7 @@ class Tiled(InTiles):
     takes: tuple[int, ...]
     """Per argument, how many leading dimensions are rows; 0: every tile reads the whole."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of the arguments."""
+    """Shapes of the arguments."""
     gives: tuple[Give, ...]
     into: tuple[int, ...] = ()
     """Results, of those that are summed up, whose first value comes in as an argument, after the others, and
