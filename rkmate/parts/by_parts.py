@@ -51,6 +51,7 @@ from rkmate.parts.one_budget import (
     take_watch_from,
     undisturbed,
 )
+from rkmate.parts.one_decision import OneDecision
 from rkmate.pipeline.part_plans import with_terms
 from rkmate.pipeline.prepare import trace
 from rkmate.planners.several_calls import Moment, Way
@@ -64,6 +65,7 @@ from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.modules import compiled_call, own_call
 from rkmate.torch_seam.patches.libraries import records_apart
+from rkmate.torch_seam.tensors import version_of
 
 logger = logging.getLogger("rkmate")
 
@@ -107,6 +109,9 @@ class Parts(FollowedParts):
         self._rest = Rest(0, 0, 0, 0)
         """Memory outside of the parts, the most of all observed steps."""
         self._seen_steps: list[SeenStep] = []
+        self._has_steps = False
+        """Whether a call of the model makes whole steps, with backwards of its own: it is none of a step, and
+        those that it makes are planned."""
         self._ignores = False
         """Whether the model itself runs, which is not planned by parts."""
         self._seen: set[int] = set()
@@ -139,7 +144,7 @@ class Parts(FollowedParts):
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the model, by parts."""
-        if is_unobserved():
+        if is_unobserved() or self._has_steps:
             return call(*args, **kwargs)
         self._one.raise_noted()
         try:
@@ -156,10 +161,13 @@ class Parts(FollowedParts):
         if self._step is None:
             self._tell_beginning(None)
         self.watch(filter(is_worth_looking_at, self._model.modules()))
-        before = BuffersAndDraws(self._model)
+        before, trained = BuffersAndDraws(self._model), self._trained()
         try:
             with self._one.looks():
                 result = self._observed(call, args, kwargs)
+            if self._trained() != trained and not any(t.requires_grad for t in tensors_in(result)):
+                self._begin_steps_inside()
+                return result
             with self._one.refusals():
                 self._check_worth()
         except BaseException as error:
@@ -169,6 +177,19 @@ class Parts(FollowedParts):
                 self.active = bool(self.named)
             raise
         return result
+
+    def _trained(self) -> list[Any]:
+        """Return what a backward or an optimizer's step changes."""
+        return [(version_of(p), p.grad is None or (id(p.grad), version_of(p.grad)))
+                for p in self._model.parameters()]
+
+    def _begin_steps_inside(self) -> None:
+        """Plan the calls that a call of the model makes: it computes gradients itself, and no backward comes
+        for its result."""
+        self._has_steps = True
+        self._forget()
+        self._one = OneDecision(self._model)        # its backwards have communicated
+        self.watch_methods()
 
     def called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a submodule that is watched."""

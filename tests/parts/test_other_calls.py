@@ -148,3 +148,41 @@ def test_a_refused_capture_leaves_forward_mode() -> None:
     with pytest.raises(rkmate.CaptureError, match="amax"):
         rkmate.wrap(Stack(Direction, _once), (torch.randn(8, 16),), budget=1.0, progress=False)
     torch.func.jvp(torch.sin, (torch.ones(3),), (torch.ones(3),))
+
+
+class Adversarial(nn.Module):
+    """Makes two steps in its forward, and freezes what each does not train, as Lightning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.judged = (nn.Sequential(*(Layer() for _ in range(3))) for _ in range(2))
+        self.optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (self.made, self.judged)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, optimizer in enumerate(self.optimizers):
+            parameters = self.optimizers[1 - k].param_groups[0]["params"]
+            trained = [p.requires_grad for p in parameters]
+            for p in parameters:
+                p.requires_grad = False
+            loss = self.judged(self.made(x)).square().mean() * (-1) ** k
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for p, flag in zip(parameters, trained, strict=True):
+                p.requires_grad = flag
+        return loss.detach()
+
+
+def test_a_forward_that_makes_whole_steps(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Adversarial()
+    plain, inputs = copy.deepcopy(model), [torch.randn(64, 16) for _ in range(4)]
+    rkmate.apply(model, budget=0.8, **options_of(costs="analytic", progress=False))
+    with caplog.at_level(logging.WARNING, "rkmate"):
+        for x in inputs:
+            assert torch.equal(model(x), plain(x))
+    assert all(p.requires_grad for p in model.parameters())
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert "sets requires_grad of a parameter of shape (64, 16)" in caplog.text
+    assert caplog.text.count("is planned by parts: made") == 1

@@ -260,6 +260,7 @@ class PythonState:
         self._modules = [(name, m, dict(m.__dict__),
                           {f: dict(m.__dict__[f]) for f in REGISTRIES if f in m.__dict__})
                          for name, m in model.named_modules()]
+        self._trained = [(p, p.requires_grad) for p in model.parameters()]
         objects = {id(v): (f"{name + '.' if name else ''}{k}", v) for name, m, d, _ in self._modules
                    for k, v in d.items() if _is_object(v)}
         self._holders: list[tuple[str, Any, dict[str, Any]]] = [
@@ -336,7 +337,7 @@ class PythonState:
                 self._note(f"{path}[{k!r}]", place, v, depth - 1)
 
     def restore(self) -> None:
-        """Put every attribute and every registry back."""
+        """Put every attribute, every registry and the flags of parameters back."""
         for _, _, attributes, registries in self._modules:
             for field, content in registries.items():
                 now = attributes[field]
@@ -349,6 +350,9 @@ class PythonState:
             for k in {*holder.__dict__, *attributes}:
                 if holder.__dict__.get(k, MISSING) is not (old := attributes.get(k, MISSING)):
                     Place(holder.__dict__, k).write(old)
+        for p, trained in self._trained:
+            if p.requires_grad != trained:
+                p.requires_grad_(trained)
         self.restore_numbers()
         self.restore_members()
         for hidden in self._hidden:

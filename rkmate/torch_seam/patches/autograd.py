@@ -409,13 +409,18 @@ class _Guard(TorchFunctionMode):
             place.copy_(value.detach())
 
     def _refuse_other_flag(self, place: torch.Tensor, requires_grad: bool = True) -> None:
-        """Refuse a flag of a parameter that is another than it was before."""
-        name = next((n for n, p in self._model.named_parameters() if p is place), None)
-        if name is not None and requires_grad != place.requires_grad:
+        """Refuse a flag of a parameter that is another than it was before. The tracer replaces those of the
+        model, and not those that a list or an optimizer holds."""
+        if requires_grad == place.requires_grad:
+            return
+        name = next((f"the parameter {n!r}" for n, p in self._model.named_parameters() if p is place), None)
+        if name is None and isinstance(place, nn.Parameter) and is_unwrapped(place):
+            name = f"a parameter of shape {tuple(place.shape)}"
+        if name is not None:
             raise MadeByFirstCall(
-                f"{type(self._model).__name__}: the forward sets requires_grad of the parameter {name!r}, "
-                "which a captured step would not repeat: set it outside of the forward. Where only the first "
-                "call does so, call the model once before it is wrapped")
+                f"{type(self._model).__name__}: the forward sets requires_grad of {name}, which a captured "
+                "step would not repeat: set it outside of the forward. Where only the first call does so, "
+                "call the model once before it is wrapped")
 
     def __torch_function__(self, func: Callable[..., Any], types: Iterable[type],
                            args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
