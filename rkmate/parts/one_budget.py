@@ -422,7 +422,7 @@ class OneBudget:
             least = more + (min(least, plain) if self._plain_is_fallback else least)
             plain += more
             raise InfeasibleBudget(self._too_large.format(
-                name=self._type, budget=budget, outside=outside, least=least,
+                name=self._type, budget=budget, outside=min(outside, least), least=least,
                 share=least / max(1, plain), plain=plain, why=(
                     ", with room for layers that were not called in this step" if more else "")
                 + self._why()), least)

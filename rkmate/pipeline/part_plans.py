@@ -10,11 +10,12 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from rkmate.device import MeterError
 from rkmate.graph.capture.captured import Capture, Source
 from rkmate.ir.schedule import Loss, Schedule
 from rkmate.ir.simulate import peak_with_gradients, simulate
 from rkmate.pipeline.attempts import Planned, plan_of
-from rkmate.pipeline.prepare import Blocked, Prepared, Traced, prepare
+from rkmate.pipeline.prepare import Blocked, Prepared, Traced, on_estimates, prepare
 from rkmate.pipeline.solve import Solved, solve
 from rkmate.pipeline.variants import Variant, first, others
 from rkmate.planners.protocol import (
@@ -114,7 +115,12 @@ def ways_of(traced: Traced, planner: str, limit: Callable[[Blocked], int], share
     parameters stay until the backward of a call is over (`fully_shard`). `dropped`: numbers of the outputs
     that the model lets go of in its forward.
     """
-    prepared = prepare(traced, variant, limit=limit)
+    try:
+        prepared = prepare(traced, variant, limit=limit)
+    except MeterError as error:
+        if traced.measured_by is not None:      # the ranks measure together
+            raise
+        prepared = prepare(on_estimates(traced, error), variant)
     method = find_planner(planner, traced.settings.of_planner)
     part = PartWays(solve(prepared), method.name, (), (), None, keeps_gradients, dropped)
     return _with(part, method, (prepared.whole,), share)

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from rkmate import device as devices
+from rkmate.device import MeterError
 from rkmate.device.inductor import check_compiler, try_compiler
 from rkmate.device.inductor import version as compiler_version
 from rkmate.errors import ArgumentError, CaptureError, CompilerError, RkmateError
@@ -390,6 +391,15 @@ def with_operation_costs(blocked: Blocked, costs: Sequence[Cost] | None = None, 
     return Prepared(
         blocked, known, graph, whole, simulate(graph, whole), block_infos(parts, blocked.classes),
         {**blocked.stage_seconds, "measure": time.perf_counter() - start})
+
+
+def on_estimates(traced: Traced, error: MeterError) -> Traced:
+    """Return a captured model whose costs are estimated, as somebody measures or profiles now; a warning says
+    so."""
+    warn(f"{traced.name} cannot be measured now, and its plan counts on estimates: {error}. The temporary "
+         "memory of some operations comes on top of the budget: make the plan before (call the module once, "
+         "with arguments of these sizes; twice if it is planned by parts)")
+    return replace(traced, settings=replace(traced.settings, costs="analytic"))
 
 
 def estimated(blocked: Blocked) -> Prepared:

@@ -24,7 +24,7 @@ from rkmate.ir.plan import in_one_line
 from rkmate.offload.target import Engines
 from rkmate.pipeline.following import follow, follow_any
 from rkmate.pipeline.part_plans import few_terms, terms_in, with_terms
-from rkmate.pipeline.prepare import Measured, Traced, compile_all, held_tensors, trace
+from rkmate.pipeline.prepare import Measured, Traced, compile_all, held_tensors, on_estimates, trace
 from rkmate.pipeline.refuse import room_within
 from rkmate.pipeline.search import make_plan
 from rkmate.pipeline.sizes import KnownPlan, plan_that_fits
@@ -578,12 +578,9 @@ class PlanCache:
                                          measured=not derived) if known else None
                 derived = derived and planned is not None
                 planned = planned or make_plan(traced, budget, self.planning.planner)
-            except MeterError as error:     # somebody measures, or profiles
-                warn(f"{traced.name} cannot be measured now, and its plan counts on estimates: {error}. The "
-                     "temporary memory of some operations comes on top of the budget: make the plan before "
-                     "(call the module once, with arguments of these sizes)")
-                derived, estimates = True, replace(traced.settings, costs="analytic")
-                planned = make_plan(replace(traced, settings=estimates), budget, self.planning.planner)
+            except MeterError as error:
+                derived = True
+                planned = make_plan(on_estimates(traced, error), budget, self.planning.planner)
         prepared, plan = planned.prepared, planned.plan
         compile_all(prepared.partition.program.operation, traced.progress)
         generated = emit(prepared.partition, plan.schedule, [b.label for b in prepared.infos],

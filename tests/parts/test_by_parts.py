@@ -826,6 +826,16 @@ def test_parts_run_in_tiles_where_nothing_else_fits(tiles: Any) -> None:
         torch.testing.assert_close(found[name], value)
 
 
+def test_parts_that_are_planned_in_a_measured_step_count_on_estimates() -> None:
+    model = Stack([Layer() for _ in range(2)], numpy=True)
+    rkmate.apply(model, budget=10**7, progress=False)
+    with pytest.warns(rkmate.RkmateWarning, match="Layer cannot be measured now, and its plan counts on est"):
+        measured = measure_step(model, lambda: plainly(model).backward())
+    assert 0 < measured.peak < 10**7
+    planned = [rkmate.applied(layer) for layer in model.layers]
+    assert all(p is not None and p.has_plan for p in planned)
+
+
 def test_plans_of_frozen_parts_hold_inputs_and_let_go_of_outputs() -> None:
     """Other modules have made the inputs, and save nothing of the outputs."""
     model = Frozen()
