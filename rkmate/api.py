@@ -31,7 +31,7 @@ from rkmate.parts.one_budget import sharded_layers
 from rkmate.pipeline import elsewhere
 from rkmate.pipeline.device_budget import ADAM_STATES, BatchSize, device_share, largest_batch
 from rkmate.pipeline.loss import loss_inside, traceable, without_loss
-from rkmate.pipeline.model import flags_to_plan, refuse_data_parallelism
+from rkmate.pipeline.model import as_before, flags_to_plan, refuse_data_parallelism
 from rkmate.pipeline.prepare import Blocked, Measured, Traced, check_model, trace
 from rkmate.pipeline.refuse import room_within
 from rkmate.pipeline.search import make_curve, make_plan
@@ -233,7 +233,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
     call = chosen(options, plan)
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
-    with elsewhere.on_gpu(gpu, model):
+    with elsewhere.on_gpu(gpu, model), as_before(model):
         with _parts_named(model, call.settings, gpu):
             planning, traced = _traced(model, args, kwargs, budget, call, gpu)
         made = make_plan(traced, planning.budget, planning.planner).plan
@@ -267,7 +267,7 @@ def tradeoff(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     call = chosen(options, tradeoff)
     gpu, model, args, kwargs = elsewhere.sample_for(device, model, args, kwargs)
     model, kwargs = loss_inside(model, kwargs, loss, loss_args, call.loss_kwargs)
-    with elsewhere.on_gpu(gpu, model):
+    with elsewhere.on_gpu(gpu, model), as_before(model):
         with _parts_named(model, call.settings, gpu):
             args, kwargs = checked_sample(model, args, kwargs)
             wanted = None if budgets is None else [
@@ -311,7 +311,7 @@ def max_batch_size(model: nn.Module, make_inputs: Callable[[int], Any], *,
 
     def inputs(size: int) -> Any:
         return elsewhere.sample_for(gpu, None, make_inputs(size), {})[2]
-    with elsewhere.on_gpu(gpu, model):
+    with elsewhere.on_gpu(gpu, model), as_before(model):
         settings = call.settings if gpu is None else elsewhere.estimating(call.settings, None)
         found = largest_batch(model, inputs, settings, Progress(call.progress), device_memory=device_memory,
                               optimizer_states=optimizer_states, most=most)
@@ -378,7 +378,7 @@ def shared_plan(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str,
         planning, traced = own()
         return traced, room_within(planning.budget)
 
-    with shows_signs():
+    with shows_signs(), as_before(model):
         if not ranks.leads and call.settings.costs != "analytic":
             # All begin to measure at the same time. What fails here is told where costs are compared.
             tried()

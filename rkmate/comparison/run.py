@@ -18,7 +18,7 @@ from rkmate.errors import ArgumentError, ScheduleError, SolverError
 from rkmate.pipeline.attempts import attempted
 from rkmate.pipeline.device_budget import auto_budget
 from rkmate.pipeline.loss import trains_of
-from rkmate.pipeline.model import flags_to_plan
+from rkmate.pipeline.model import as_before, flags_to_plan
 from rkmate.pipeline.prepare import prepare, trace
 from rkmate.pipeline.refuse import limit_of
 from rkmate.pipeline.solve import Solved, solve
@@ -85,7 +85,7 @@ def compare(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
     if not time_limit > 0:
         raise ArgumentError(f"time_limit is {time_limit}; it should be a positive number of seconds")
     methods = [find_planner(m.name, settings.of_planner) for m in methods]
-    with flags_to_plan(model, None):
+    with flags_to_plan(model, None), as_before(model):
         prepared = prepare(trace(model, args, kwargs, settings, shown))
         solved = solve(prepared)                     # the options of the blocks, and the chain
         shared = {k: v for k, v in solved.stage_seconds.items() if k != "chain"}

@@ -1,5 +1,5 @@
 """Facts about a model that its graph does not tell planning: its description in a report, whether gradients
-may be added up in place, and train mode."""
+may be added up in place, train mode, and the attributes that planning leaves as they were."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.errors import ArgumentError
+from rkmate.graph.capture.state import PythonState
 from rkmate.graph.capture.structure import take_apart
 from rkmate.ir.plan import Origin
 from rkmate.support.version import own_version
@@ -130,6 +131,23 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _words(tensor: torch.Tensor) -> str:
     return f"{shape_of(tensor)} with strides {list(tensor.stride())} on {tensor.device}"
+
+
+# -- What planning leaves --------------------------------------------------------------------------
+
+
+@contextmanager
+def as_before(model: nn.Module, *, on_error: bool = False) -> Iterator[None]:
+    """Put attributes, hooks and registries of a model back after the context: a captured forward leaves what
+    a first call makes. `on_error`: only if the context fails."""
+    before = PythonState(model) if isinstance(model, nn.Module) else None
+    done = False
+    try:
+        yield
+        done = on_error
+    finally:
+        if before is not None and not done:
+            before.restore()
 
 
 # -- Train mode ------------------------------------------------------------------------------------

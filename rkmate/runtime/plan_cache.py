@@ -23,6 +23,7 @@ from rkmate.graph.capture.refusals import refuse_what_cannot_repeat
 from rkmate.ir.plan import in_one_line
 from rkmate.offload.target import Engines
 from rkmate.pipeline.following import follow, follow_any
+from rkmate.pipeline.model import as_before
 from rkmate.pipeline.part_plans import few_terms, terms_in, with_terms
 from rkmate.pipeline.prepare import Measured, Traced, compile_all, held_tensors, on_estimates, trace
 from rkmate.pipeline.refuse import room_within
@@ -149,10 +150,11 @@ class PlanCache:
                 return known
             ranks = ranks_of(plan) or self._ranks
             if ranks is None:
-                with shows_signs(alone=True):
+                with shows_signs(alone=True), as_before(self.model, on_error=True):
                     return self._make(key, args, kwargs, plan, None)
             ranks.agree(self._described(args, kwargs))
-            made = ranks.together(lambda: self._make(key, args, kwargs, plan, ranks))
+            with as_before(self.model, on_error=True):
+                made = ranks.together(lambda: self._make(key, args, kwargs, plan, ranks))
             self._ranks = ranks
             return made
 

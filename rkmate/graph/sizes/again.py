@@ -133,8 +133,8 @@ def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _holds_something(found: Capture) -> bool:
     """Return whether a capture refers to the model, or whether a dry run does not tell all that it has."""
-    return bool(found.constants or found.assigned or found.effects != Effects() or found.repeats
-                or found.recipe is not None or hints_in(found.graph))
+    return bool(found.constants or found.assigned or found.completed or found.effects != Effects()
+                or found.repeats or found.recipe is not None or hints_in(found.graph))
 
 
 def _step_of(recording: Recording | None) -> _Step | None:

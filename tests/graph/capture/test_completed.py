@@ -88,6 +88,22 @@ def test_attributes_of_a_first_call_are_what_they_are_without_a_plan(
     assert len(module._plans) == len({*rows})
 
 
+@pytest.mark.parametrize("make", [Sets, Makes])
+def test_what_plans_alone_or_fails_sets_nothing(make: Callable[..., nn.Module]) -> None:
+    model, x, settings = make(4, 4), torch.ones(8, 4), rkmate.Settings(costs="analytic")
+    before = _left(model)
+    rkmate.plan(model, (x,), budget=1.0, settings=settings, progress=False)
+    assert _left(model) == before
+    with pytest.raises(rkmate.InfeasibleBudget):
+        rkmate.wrap(model, (x,), budget=1, settings=settings, progress=False)
+    assert _left(model) == before
+    rkmate.apply(model, budget=1, settings=settings, progress=False)
+    with pytest.raises(rkmate.InfeasibleBudget):
+        model(x)
+    assert _left(rkmate.remove(model)) == before
+    assert planned(model, x) is not None and _left(model) != before
+
+
 def test_a_first_call_that_adds_hooks_sets_nothing() -> None:
     class Hooks(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
