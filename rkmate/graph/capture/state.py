@@ -259,7 +259,7 @@ class PythonState:
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(name, m, dict(m.__dict__),
                           {f: dict(m.__dict__[f]) for f in REGISTRIES if f in m.__dict__})
-                         for name, m in model.named_modules()]
+                         for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
         objects = {id(v): (f"{name + '.' if name else ''}{k}", v) for name, m, d, _ in self._modules
                    for k, v in d.items() if _is_object(v)}
