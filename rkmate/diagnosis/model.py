@@ -12,10 +12,10 @@ from torch import nn
 from rkmate.api import checked_sample, tradeoff
 from rkmate.diagnosis.machine import Finding, examine, problems
 from rkmate.errors import CaptureError, RkmateError
-from rkmate.graph.capture.state import BuffersAndDraws, PythonState
+from rkmate.graph.capture.state import BuffersAndDraws
 from rkmate.offload.target import HOST
 from rkmate.parts.kinds import is_worth_looking_at, kind_key
-from rkmate.pipeline.model import flags_to_plan
+from rkmate.pipeline.model import as_before, flags_to_plan
 from rkmate.pipeline.prepare import check_model, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.settings import Chosen, Options, chosen
@@ -212,11 +212,11 @@ Calls = dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]
 @contextmanager
 def _left_as_it_is(model: nn.Module) -> Iterator[None]:
     """Put buffers, attributes and generators back after the context."""
-    state, before = PythonState(model), BuffersAndDraws(model)
+    before = BuffersAndDraws(model)
     try:
-        yield
+        with as_before(model):
+            yield
     finally:
-        state.restore()
         before.restore()
 
 

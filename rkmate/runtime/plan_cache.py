@@ -144,17 +144,16 @@ class PlanCache:
     def make(self, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any],
              plan: Plan | None = None) -> Specialization:
         """Plan for a new signature. `plan`: one to follow; `PlanError` when it does not fit."""
-        with planning_lock, gc_pause(lasting=True):
+        with planning_lock, gc_pause(lasting=True), contextlib.ExitStack() as undo:
             known = self.kept.find(key)
             if known is not None:
                 return known
             ranks = ranks_of(plan) or self._ranks
             if ranks is None:
-                with shows_signs(alone=True), as_before(self.model, on_error=True):
-                    return self._make(key, args, kwargs, plan, None)
+                with shows_signs(alone=True):
+                    return self._make(key, args, kwargs, plan, None, undo)
             ranks.agree(self._described(args, kwargs))
-            with as_before(self.model, on_error=True):
-                made = ranks.together(lambda: self._make(key, args, kwargs, plan, ranks))
+            made = ranks.together(lambda: self._make(key, args, kwargs, plan, ranks, undo))
             self._ranks = ranks
             return made
 
@@ -165,8 +164,9 @@ class PlanCache:
                            else settings, None if is_share else self.planning.budget)
 
     def _make(self, key: Guards, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
-              ranks: Ranks | None) -> Specialization:
-        """Plan for a new signature. `ranks`: those that make one plan for it; None: this process alone."""
+              ranks: Ranks | None, undo: contextlib.ExitStack) -> Specialization:
+        """Plan for a new signature. `ranks`: those that make one plan for it; None: this process alone.
+        `undo`: takes back what a capture leaves in the model, if the caller's context fails."""
         start, others, budget = time.perf_counter(), self.kept.of_other_sizes(key), self.planning.budget
         members = members_for(key, [s.member for s in others])
         like = None if plan is not None else self._prototype(key)
@@ -176,6 +176,8 @@ class PlanCache:
                                           hooks_outside=self.planning.hooks_outside)
             self.kept.warn_of_changes(key)
             derived, recording = derive(self.model, args, kwargs, key, members)
+            if like is None and derived is None:
+                undo.enter_context(as_before(self.model, on_error=True))
             traced = like.traced if like is not None else trace(
                 self.model, args, kwargs, self.planning.settings, Progress(self.planning.progress), derived)
         captured = traced.capture

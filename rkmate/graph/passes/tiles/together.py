@@ -90,10 +90,9 @@ class _Together:
         shared = [len(shape_of(o[0])) for o in operands if len(set(o)) == 1]
         if len(ranks) != 1 or (shared and not pointwise) or any(rank > min(ranks) for rank in shared):
             return None                     # the dimension in front would be another's
-        number: Any = first.args[1] if len(first.args) > 1 else 0
-        if number in (None, []) or (isinstance(number, list) and first.target is aten.expand.default
-                                    and len(number) not in ranks):
-            return None
+        dims: Any = first.args[1] if len(first.args) > 1 else 0
+        if dims in (None, []) or (first.target is aten.expand.default and len(dims) not in ranks):
+            return None                     # all dimensions, or a new one in front
         found = [self._reached(o, depth) for o in operands if len(set(o)) > 1]
         return None if None in found else any(found)
 
