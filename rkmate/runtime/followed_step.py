@@ -8,7 +8,7 @@ knows of: a backward of a backward, several calls and what stands between them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,9 @@ from rkmate import device as devices
 from rkmate.device import MeterError
 from rkmate.device.events import OpenRun
 from rkmate.device.protocol import PartsMeter
+from rkmate.ir.simulate import LOSS_SCALARS
+from rkmate.runtime.kept_plans import KeptPlans, Specialization
+from rkmate.runtime.outside import Outside
 from rkmate.show.plan import Plan
 from rkmate.support.warn import warn
 from rkmate.torch_seam.containers import tensors_in
@@ -68,6 +71,11 @@ class FollowedStep:
         for node in {t.grad_fn for t in tensors_in(result) if t.grad_fn is not None}:
             node.register_prehook(self._begins)
         return result
+
+    def calls_again(self) -> None:
+        """The module is called once more, maybe after a backward of this step: that call is measured, too."""
+        if self.backward_seen and not self._waits_for_end:
+            self._go_on(self._new[-1])
 
     def _begins(self, *_: Any) -> None:
         """A backward comes to a result."""
@@ -133,32 +141,33 @@ class FollowedStep:
 
 
 class UnusualSteps:
-    """Measures a step of a module, once for each reason, where the steps do something that no plan knows of;
-    warns if it takes more than its budget.
+    """Measures a step of a module, once for each reason, where the steps do something that no plan knows of.
+    If it takes more than its budget, plans are made anew with room for that, or a warning tells.
 
     A step is over when the module's parameters have changed.
     """
 
-    def __init__(self, model: nn.Module, *, measures: bool) -> None:
-        """`measures`: whether steps are measured at all."""
-        self._model, self._measures = model, measures
+    def __init__(self, model: nn.Module, kept: KeptPlans, *, measures: bool) -> None:
+        """`kept`: the plans that steps follow; `measures`: whether steps are measured at all."""
+        self._model, self._kept, self._measures = model, kept, measures
         self._clock: weakref.ref[torch.Tensor] | None = None
         """A parameter that is trained. (Weights that a step makes go with the step.)"""
         self._version = -1
         self._asked: set[str] = set()
-        self._remedies: dict[str, str] = {}
-        """Why a step is to be measured, and what a user can do."""
+        self._remedies: dict[str, tuple[str, bool]] = {}
+        """Why a step is to be measured; what a user can do, and whether plans may leave room for it."""
         self._tries = 0
         self._step: FollowedStep | None = None
         """The step that is measured."""
         self._plans: dict[int, Plan] = {}
         """The plans that it follows."""
 
-    def ask(self, why: str, remedy: str) -> None:
-        """Have one of the next steps measured. `why`: what the steps do, for a warning."""
+    def ask(self, why: str, remedy: str, *, plans_anew: bool = False) -> None:
+        """Have one of the next steps measured. `why`: what the steps do, for a warning; `plans_anew`: whether
+        plans are made with room for it, if there is none."""
         if self._measures and why not in self._asked:
             self._asked.add(why)
-            self._remedies[why] = remedy
+            self._remedies[why] = remedy, plans_anew
             now, self._tries = self._trained(), TRIES
             if now is not None:
                 self._clock, self._version = weakref.ref(now), version_of(now)
@@ -185,6 +194,8 @@ class UnusualSteps:
             if self._remedies and self._tries:
                 self._tries, self._plans = self._tries - 1, {}
                 self._step = FollowedStep(self._model.parameters(), devices.of(device).parts_meter())
+        elif self._step is not None:
+            self._step.calls_again()
         if self._step is not None:
             self._plans[id(plan)] = plan
 
@@ -193,11 +204,27 @@ class UnusualSteps:
         return result if self._step is None else self._step.follow(result)
 
     def _judge(self, peak: int | None, *, is_same: bool) -> None:
-        """Warn where a step took more than its budget. `is_same`: whether the next step follows the plan."""
-        if peak is None or not is_same:
+        """Have plans made anew, or warn, where a step took more than its budget. `is_same`: whether the next
+        step follows the plan."""
+        by_plan = {id(e.plan): s for s in self._kept.all() for e in [*s.executables.values()]}
+        if peak is None or not is_same or not self._plans.keys() <= by_plan.keys():
             return
-        budget = max(p.budget_bytes for p in self._plans.values())
+        budget = max(p.budget_bytes + by_plan[key].traced.outside for key, p in self._plans.items())
+        (why, (remedy, plans_anew)), *others = self._remedies.items()
+        if peak > budget and plans_anew and not others and self._leave_room(
+                [by_plan[key] for key in self._plans], peak, (why, remedy)):
+            self._remedies, self._tries = {why: (remedy, False)}, TRIES
+            return
         if peak > budget + budget // 100:
-            why, remedy = next(iter(self._remedies.items()))
             warn(f"{why}: a step takes {peak:,} bytes, and the budget is {budget:,}. {remedy}")
         self._remedies = {}
+
+    def _leave_room(self, signatures: Sequence[Specialization], peak: int, because: tuple[str, str]) -> bool:
+        """Let plans be made anew that leave room for what a step took on top of the largest one. Returns
+        whether that is possible."""
+        if not all(known.may_leave_room for known in signatures):
+            return False
+        seen = Outside(peak - max(p.peak_bytes for p in self._plans.values()) + LOSS_SCALARS, because=because)
+        for known in signatures:
+            known.outside = max(known.outside, seen, key=lambda found: found.held)
+        return True

@@ -173,6 +173,8 @@ class Specialization:
     """The full capture from which other sizes are derived; None if this one was derived."""
     inputs: tuple[Any, ...] = ()
     """The forms of the arguments' tensors, as in its key."""
+    may_leave_room: bool = False
+    """Whether plans may be made anew for what several calls of a step leave with their caller."""
 
     def go_on_from(self, before: Specialization | None) -> None:
         """Take over what steps have shown of a signature that differs in numbers alone."""

@@ -141,11 +141,11 @@ class PlannedModule(StandIn):
         # Parts have a share of a step that is measured anyway.
         measures = not planning.settings.run.cuda_graph and planning.more_calls is None and \
             planning.settings.loss_bytes is None
-        unusual = UnusualSteps(self._original, measures=measures)
         reader = ModuleReader(traceable(self._original))
-        self.__dict__.update(_plans=PlanCache(reader, planning, saved), _latest=None, _unusual=unusual,
-                             _told=set(), _unplanned=set(), _planned_forward=forward, _reader=reader,
-                             forward=forward)
+        plans = PlanCache(reader, planning, saved)
+        unusual = UnusualSteps(self._original, plans.kept, measures=measures)
+        self.__dict__.update(_plans=plans, _latest=None, _unusual=unusual, _told=set(), _unplanned=set(),
+                             _planned_forward=forward, _reader=reader, forward=forward)
         self._adapt(lengths)
 
     @property
@@ -247,7 +247,8 @@ class PlannedModule(StandIn):
         if latest.plan.calls > 1:
             self._unusual.ask(f"a step calls {type(self._original).__name__} several times before a "
                               "backward, and what it makes in between (inputs of later calls) comes on top",
-                              "Make all inputs before the first call, or give a smaller budget")
+                              "Make all inputs before the first call, or give a smaller budget",
+                              plans_anew=True)
         if not latest.ran and any(p.grad_fn is not None for p in self._original.parameters()):
             self._unusual.ask(f"the step makes the weights of {type(self._original).__name__} "
                               "(torch.func.functional_call), whose gradients come on top",

@@ -89,6 +89,8 @@ class Outside(NamedTuple):
     """Bytes that autograd keeps of operations from before the call which lead to the loss on another way."""
     before: int = 0
     """Bytes that autograd keeps of operations which lead to the call's inputs."""
+    because: tuple[str, str] | None = None
+    """For a step that was measured as a whole: why it takes more than its plans, and advice."""
 
     def is_known(self) -> bool:
         """Return whether a measurement can be read now: not before the backward that runs is over."""
@@ -459,6 +461,8 @@ def needs_of(seen: Outside, usual: int, name: str) -> Needs | None:
     """Return the memory that a step has shown a caller to need; None if the memory of other models could not
     be measured. `usual`: bytes that are left for a loss; `name`: of the module."""
     held = max(0, seen.held - LOSS_SCALARS)
+    if seen.because is not None:
+        return Needs(held, usual, *seen.because)
     if seen.calls > 1:
         return Needs(held, usual, _in_a_row(seen, name), "Let go of losses and of inputs' gradients earlier")
     if seen.again and seen.between is None:

@@ -225,7 +225,8 @@ class PlanCache:
         # What is kept holds no tensors of this call.
         known = Specialization(replace(traced, tensors={}), {traced.wanted: executable}, traced.wanted,
                                sums=frozenset(() if self.planning.is_part else terms_in(traced.capture)),
-                               inputs=key.inputs)
+                               inputs=key.inputs, may_leave_room=self.planning.counts_calls and not (
+                                   self._saved or groups_of(captured.graph)))
         known.go_on_from(before)
         if before is None and others and ranks is None and traced.settings is attempts[0].settings:
             known.go_on_from_sizes(self._confirmed, self.new_sizes.count + 2)
@@ -371,12 +372,11 @@ class PlanCache:
         plan = ready.plan
 
         def tell(seen: Outside) -> None:
-            if not is_over(seen._replace(held=seen.held - known.traced.outside), plan):
-                return
-            if self.planning.counts_calls and not self._saved and not groups_of(known.capture.graph):
-                known.outside = seen
-            else:
-                warn_of_row(known.traced.name, seen, plan)
+            if is_over(seen._replace(held=seen.held - known.traced.outside), plan):
+                if known.may_leave_room:
+                    known.outside = seen
+                else:
+                    warn_of_row(known.traced.name, seen, plan)
 
         self.in_a_row.watch(call, self.open_calls.now, ready.compiled.device, tell)
 

@@ -72,20 +72,32 @@ def trained(model: nn.Module, step: Step, steps: int = 8) -> list[str]:
     return [str(w.message) for w in said if ": a step takes " in str(w.message)]
 
 
-@pytest.mark.parametrize("wraps", [False, True])
-@pytest.mark.parametrize(("step", "why"), [
-    (adapted, "backwards with create_graph=True run"), (pairs, "a step calls Sequential several times"),
-    (made_weights, "the step makes the weights of Sequential")])
+def turned(model: nn.Module) -> tuple[torch.Tensor, ...]:
+    """Virtual adversarial training: of three calls, the second is finished while the first is open."""
+    first = model(X)
+    target, way = first.detach().softmax(-1), X.cos().requires_grad_()
+    near = F.kl_div(model(X + 0.1 * way).log_softmax(-1), target, reduction="batchmean")
+    way = F.normalize(torch.autograd.grad(near, way)[0], dim=1)
+    last = model(X + way)
+    return F.mse_loss(first, X) + F.kl_div(last.log_softmax(-1), target, reduction="batchmean"), first, last
+
+
+@pytest.mark.parametrize(("step", "why", "wraps"), [
+    (adapted, "backwards with create_graph=True run", False),
+    (adapted, "backwards with create_graph=True run", True),
+    (pairs, "a step calls Sequential several times", True),
+    (made_weights, "the step makes the weights of Sequential", False),
+    (made_weights, "the step makes the weights of Sequential", True)])
 def test_the_warning_names_the_bytes_of_the_step_and_the_budget(step: Step, why: str, wraps: bool) -> None:
     settings = rkmate.Settings(costs="analytic", calls=1 + (wraps and step is pairs))
     sample = FEW if step is made_weights else X
-    model = rkmate.wrap(net(), (sample,), budget=0.7, settings=settings, progress=False) if wraps else \
-        rkmate.apply(net(), budget=0.7, settings=settings, progress=False)
+    given = rkmate.plan(net(), (sample,), budget=0.7, settings=settings, progress=False).budget_bytes
+    model = rkmate.wrap(net(), (sample,), budget=given, settings=settings, progress=False) if wraps else \
+        rkmate.apply(net(), budget=given, settings=settings, progress=False)
     told = trained(model, step)
     assert len(told) == 1 and told[0].startswith(why)
     takes, budget = (int(n.replace(",", "")) for n in re.findall(r"(?:takes|budget is) ([\d,]+)", told[0]))
-    shown = model if wraps else rkmate.applied(model)
-    assert budget == shown.plan.budget_bytes
+    assert budget == given
     for p in model.parameters():                # a measurement finds gradients of its own
         p.grad = torch.zeros_like(p)
     before = sum(p.nbytes for p in model.parameters()) if step is made_weights else 0
@@ -98,3 +110,16 @@ def test_a_step_that_keeps_to_its_budget_is_not_told_of() -> None:
     model = rkmate.apply(net(), budget=0.7, settings=rkmate.Settings(costs="analytic"), progress=False)
     assert not trained(model, whole_pairs)
     assert not model._compiled_call_impl.whole._unusual._remedies     # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("step", [pairs, turned])
+@pytest.mark.parametrize("share", [0.8, 0.7, 0.6])
+def test_plans_leave_room_for_what_stands_between_calls(step: Step, share: float) -> None:
+    """Both calls have plans that are smaller by what the step was measured to take on top of them."""
+    model, plain = net(), net()
+    budget = int(share * measure_step(plain, lambda: do(step, plain)).peak)
+    rkmate.apply(model, budget=budget, settings=rkmate.Settings(costs="analytic"), progress=False)
+    assert not trained(model, step)
+    for each in (model, plain):                 # a measurement finds gradients of its own
+        each.zero_grad()
+    assert measure_step(model, lambda: do(step, model)).peak <= budget
