@@ -10,7 +10,7 @@ from torch import nn
 
 from rkmate import device as devices
 from rkmate.device import MeterError
-from rkmate.device.events import tracking
+from rkmate.device.events import make_way, tracking
 from rkmate.errors import ArgumentError
 from rkmate.ir.simulate import Peak
 
@@ -78,6 +78,7 @@ def measure_step(module: nn.Module, step: Callable[[], T], *, timeline: bool = T
                             "by itself")
     device = devices.of(places.pop())
     before = [None if p.grad is None else p.grad.detach().clone() for p in trained]
+    make_way()                                   # what rkmate measures of a step before ends with that step
     try:
         step()                                   # first-time work stays out of the measurement
         for p in trained:

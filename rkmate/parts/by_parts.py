@@ -326,7 +326,8 @@ class Parts(FollowedParts):
                 self._step = step = None
         if self._inside or step is None:
             return
-        if step.backward_seen and (not may_go_on or step.ends_before_call()):
+        if step.backward_seen and not (step.is_untrained() if self._looks_further
+                                       else may_go_on and not step.ends_before_call()):
             self._step = None
             with shows_signs(alone=not of_ranks):
                 self._plan(step)
@@ -390,10 +391,19 @@ class Parts(FollowedParts):
         if not self._one.all_say(bool(kinds)):
             self._nothing_worth(step)
             return
-        self._asked = Asked(step, kinds, [(kind, part, m) for kind, part, m, _ in places],
-                            [calls for *_, calls in places], share, rest._replace(plain=most), moments)
+        before, self._asked = self._asked, Asked(
+            step, kinds, [(kind, part, m) for kind, part, m, _ in places],
+            [calls for *_, calls in places], share, rest._replace(plain=most), moments)
         self._over, self._to_measure = 0, MEASURED
-        if self._share(self._asked, budget):
+        try:
+            has_plans = self._share(self._asked, budget)
+        except InfeasibleBudget as error:
+            if before is None or not self._looks_further:
+                raise
+            self._warn_once("over", f"{error}. Steps have the plans of before, and take more")
+            self._asked = before
+            has_plans = self._share(before, budget)
+        if has_plans:
             inside = {id(m) for part in self.planned for m in part.modules()}
             self.watch(m for m in unseen if id(m) not in inside and kind_key(m) not in saved
                        and any(p.requires_grad for p in m.parameters()))
@@ -438,7 +448,7 @@ class Parts(FollowedParts):
         for module, mine in followed.items():
             self._put_into(module, mine, shared, sum(asked.calls))
         self.planned = list(followed)
-        self._is_planned, self._peak = True, shared.taken
+        self._is_planned, self._peak, self._spare = True, shared.taken, shared.budget - shared.taken
         self._tell_of(asked, shared)
         for kind in self._kinds:
             if kind.part is not None:

@@ -46,12 +46,17 @@ class FollowedParts(OneBudget):
         """Whether the next step is observed, and the budget shared out again."""
         self._has_others = False
         """Whether a submodule was called that was not called in the steps that were observed."""
+        self._looks_further = False
+        """Whether an observed step goes on after its first backward, until parameters have changed."""
         self._refusals = 0
         """Steps that were observed because a call had no room."""
         self._asked: Asked | None = None
         """The observed step that the current plans were chosen for."""
-        self._over = 0
-        """Bytes that a step with plans took over its budget, once it was measured."""
+        self._over = self._spare = 0
+        """Bytes that a step with plans took over its budget, once it was measured; and bytes of the budget
+        that the current plans leave."""
+        self._shared_at = 0
+        """Bytes of the step after which the budget was shared out again."""
         self._peak = self._more = 0
         """Bytes of a step with plans, measured or as they were shared out; and bytes that calls of the
         latest step asked for on top of their shares."""
@@ -68,6 +73,8 @@ class FollowedParts(OneBudget):
         if self._one.all_say(followed.backward_seen):
             self._followed, self._is_planned, known = None, False, asked.rest.plain
             peak, budget = followed.peak() or known, self.planning.budget.of(known)
+            if max(known, budget) < peak and self._look_further(followed):
+                return
             if known <= budget < peak:
                 self._warn_once("over", over_in_words(self._type, peak, budget, peak))
             self._asked = replace(asked, rest=asked.rest._replace(plain=min(peak, known)), is_estimate=False)
@@ -77,6 +84,8 @@ class FollowedParts(OneBudget):
         """Before a call from outside: measure a step with plans. Where it takes more than its budget, that is
         shared out again, or a warning says so. So is it where calls have asked for more than their shares."""
         asked, followed, of_ranks = self._asked, self._followed, self._one.is_of_ranks
+        if followed is not None and not of_ranks and followed.backward_seen and followed.goes_on():
+            return
         if asked is not None and followed is not None and not self.planned:
             return self._share_measured(asked, followed)
         if asked is None or not self.planned:
@@ -113,7 +122,7 @@ class FollowedParts(OneBudget):
             self._to_measure = MEASURED
             self._observe_again(found, budget, over, "" if peak else "up to about ")
         elif over > 0:
-            self._share_again(asked, budget, over)
+            self._share_again(asked, budget, over, followed)
         if self.planning.settings.gradients == "in_place" or not any(True for _ in self._model.parameters()):
             self._to_measure = 0
         self._followed = None if not self._to_measure else FollowedStep(
@@ -135,17 +144,34 @@ class FollowedParts(OneBudget):
                 if self._again else f"A budget of {found:,} bytes leaves room for that")))
 
     @planning_lock
-    def _share_again(self, asked: Asked, budget: int, over: int) -> None:
-        """Share the budget out once more. `over`: bytes that a step with plans took on top of its budget."""
+    def _share_again(self, asked: Asked, budget: int, over: int, followed: FollowedStep | None) -> None:
+        """Share the budget out once more. `over`: bytes that a step with plans took on top of its budget;
+        `followed`: that step."""
         self._over, peak = self._over + over, budget + over
+        if followed is not None and followed.has_more_calls and peak == self._shared_at:
+            self._over += self._spare           # plans that leave as much have changed nothing
+        self._shared_at = peak
         if self._to_measure:
             with contextlib.suppress(InfeasibleBudget):
                 logger.warning("A step of %s takes %s bytes with these plans, and may take %s: the budget is "
                                "shared out again", self._type, f"{peak:,}", f"{budget:,}")
                 self._share(asked, budget - self._over)
                 return
+        if followed is not None and self._look_further(followed):
+            return
         self._to_measure = 0
         self._warn_once("over", over_in_words(self._type, peak, budget, budget + self._over))
+
+    def _look_further(self, followed: FollowedStep) -> bool:
+        """Have a step observed once more, with all calls before its optimizer steps, if there are calls after
+        its first backward (`followed` is such a step): they may take more. Returns whether there are, and
+        that was not done before."""
+        if self._looks_further or self._one.is_of_ranks or not followed.has_more_calls:
+            return False
+        self._looks_further = self._again = True
+        logger.warning("A step of %s takes more than the one that was observed: one more step runs as it is, "
+                       "and is observed until its optimizer steps", self._type)
+        return True
 
     def _have_measured(self) -> None:
         """Have the next step measured: it may take more than its budget. Ranks do so in the same steps."""

@@ -25,7 +25,7 @@ from rkmate.device.protocol import MeterError, PartsMeter
 from rkmate.ir.simulate import LOSS_SCALARS
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import bytes_held
-from rkmate.torch_seam.tensors import is_spread_out, key_of, saved_tensors_seen, storage_lives
+from rkmate.torch_seam.tensors import is_spread_out, key_of, saved_tensors_seen, storage_lives, version_of
 
 _MADE = 5
 """Times its own bytes that a caller makes, and keeps, of a result that more calls follow: mean, deviation,
@@ -152,6 +152,8 @@ class ObservedStep(Figures):
         """The calls whose results nothing saves, and other calls take: until their own backward."""
         self._after: tuple[int, frozenset[int]] = 0, frozenset()
         """Bytes of the rest, and the calls that hold something, when the latest outermost call returned."""
+        self._returned = 0
+        """Bytes of the step at that moment."""
         self._noted: dict[tuple[int, frozenset[int]], int] = {}
         self._calls: dict[int, PartCall] = {}
         self._stretches: list[tuple[PartCall | None, int, int, frozenset[int]]] = []
@@ -160,6 +162,7 @@ class ObservedStep(Figures):
         fixed = [*fixed]
         self._fixed = {k for t in fixed if (k := key_of(t)) is not None}
         self._parameters = [weakref.ref(t) for t in fixed if t.requires_grad and t.is_leaf]
+        self._version = self._version_now()
         self._hooks: list[Any] = []
         self._without: set[int] = set()
         """Ids of the parameters that have no gradient yet."""
@@ -193,7 +196,7 @@ class ObservedStep(Figures):
         self._of_node = iter(range(1, 1 << 62))
         self.backward_seen = False
         self._more = 0
-        """Calls from outside after the first backward."""
+        """Calls from outside after the first backward, or the first call."""
 
     # -- the forward ----------------------------------------------------------------------
 
@@ -317,7 +320,8 @@ class ObservedStep(Figures):
         self.loss = 3 * taught
         self.beside, self.alone = max(self.beside, level), max(self.alone, level)
         self._after = level, self.holding
-        self.peak = max(self.peak, self._saved.total() + self.unsaved + self.outputs)
+        self._returned = self._saved.total() + self.unsaved + self.outputs
+        self.peak = max(self.peak, self._returned)
 
     @contextmanager
     def part(self, tensors: Sequence[torch.Tensor]) -> Iterator[PartCall]:
@@ -416,6 +420,15 @@ class ObservedStep(Figures):
         if not self.is_empty:
             gc.collect()                        # what only a circle of references holds
         return self.is_empty or self._more > MORE
+
+    def is_untrained(self) -> bool:
+        """Count a call from outside. Returns whether it belongs to the step because no parameter has changed
+        since that began."""
+        self._more += 1
+        return self._more <= MORE and self._version == self._version_now()
+
+    def _version_now(self) -> int:
+        return next((version_of(p) for ref in self._parameters[:1] if (p := ref()) is not None), -1)
 
     @property
     def is_empty(self) -> bool:
@@ -547,6 +560,7 @@ class ObservedStep(Figures):
                         if part in levels) - start for k, (start, _) in levels.items()}
         if self.backward_seen:
             self.loss = peaks.get(_LOSS, self.loss)
+            self.peak = max(self.peak, self._returned + self.loss)
         for number, (level, others, held) in self._levels.items():
             level += peaks.get(number, 0)
             self.peak = max(self.peak, level + others)

@@ -29,6 +29,8 @@ from rkmate.torch_seam.memory import living
 from rkmate.torch_seam.tensors import after_backward, version_of
 
 T = TypeVar("T")
+MORE = 8
+"""Calls that are measured after the first one of a step, at most, where their gradients are added up."""
 TRIES = 4
 """Steps that are begun to be measured, at most, until one was measured as a whole."""
 
@@ -52,6 +54,11 @@ class FollowedStep:
         self._waits_for_end = self._is_cut = self._is_closed = False
         self.backward_seen = False
         known = [p for p in parameters if p.requires_grad and p.is_leaf]
+        self._versions = {id(p): version_of(p) for p in known}
+        self._clock, self._has_gradient = next(iter(known), None), False
+        """The parameter that tells when the step is over, and whether it has got a gradient."""
+        self._more, self.has_more_calls = 0, False
+        """Calls that came after the first backward; and whether one of them belongs to the step."""
         self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in known]
         self._without = {id(p) for p in known if p.grad is None}
         self._others: list[torch.Tensor] = []
@@ -77,6 +84,17 @@ class FollowedStep:
         if self.backward_seen and not self._waits_for_end:
             self._go_on(self._new[-1])
 
+    def goes_on(self) -> bool:
+        """Return whether a call that begins belongs to the step, and measure it then: a parameter that got a
+        gradient has it still, and none has changed since the step began."""
+        clock, self._more = self._clock, self._more + 1
+        if self._is_closed or self.only_looks or self._more > MORE or clock is None or \
+                version_of(clock) != self._versions[id(clock)] or (self._has_gradient and clock.grad is None):
+            return False
+        self.has_more_calls = True
+        self.calls_again()
+        return True
+
     def _begins(self, *_: Any) -> None:
         """A backward comes to a result."""
         if self._is_closed or (self._waits_for_end and self.backward_seen):
@@ -94,7 +112,8 @@ class FollowedStep:
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """A parameter has got its gradient: the next stretch begins."""
-        self.backward_seen = True
+        self.backward_seen = self._has_gradient = True
+        self._clock = parameter
         if not self._waits_for_end:
             self._waits_for_end = True
             after_backward(self._end)
