@@ -53,7 +53,7 @@ def step_of_calls(problem: Problem, candidate: Candidate, calls: int) -> Candida
 
 
 def ask_for_calls(planner: Planner, problem: Problem, calls: int, budget: int, *,
-                  time_limit: float | None = None, known: Sequence[Candidate] | None = None) -> Outcome:
+                  time_limit: float | None, known: Sequence[Candidate] | None) -> Outcome:
     """Return the fastest schedule whose step of `calls` calls stays within `budget` bytes.
 
     `known`, and the outcome's `others`: schedules with their peaks of that many calls.
