@@ -250,8 +250,7 @@ def _within(items: Sequence[Item], limit: int, moments: Sequence[Moment], extra:
     def offer(k: int) -> None:
         ladder, step = ladders[k], taken[k]
         if step + 1 < len(ladder):
-            now, then = items[k].ways[ladder[step]], items[k].ways[ladder[step + 1]]
-            heapq.heappush(heap, ((then.seconds - now.seconds) / (then.saved - now.saved), k))
+            heapq.heappush(heap, (_slope(items[k].ways, ladder[step], ladder[step + 1]), k))
 
     for k in range(len(items)):
         offer(k)
