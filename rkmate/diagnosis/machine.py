@@ -64,7 +64,7 @@ def examine(folder: str | os.PathLike[str] | None = None) -> tuple[Finding, ...]
     return tuple(findings(folder))
 
 
-def findings(folder: str | os.PathLike[str] | None = None) -> Iterator[Finding]:
+def findings(folder: str | os.PathLike[str] | None) -> Iterator[Finding]:
     """Yield what `examine` finds, one after the other."""
     place = Path(folder or tempfile.gettempdir())
     yield Finding("rkmate", "works",

@@ -405,7 +405,7 @@ class OneBudget:
                             blocked.variant.warning(reason, instead, blocked.concerned))
 
     def _shared_out(self, parts: Sequence[Part], items: Sequence[Item], rest: Rest, budget: int,
-                    moments: Sequence[Moment] = ()) -> Shared:
+                    moments: Sequence[Moment]) -> Shared:
         """Share the budget out: the fastest schedules together. Raises `InfeasibleBudget`.
 
         `items`: calls that follow one schedule, each of the part at its place in `parts`. `moments`: of a

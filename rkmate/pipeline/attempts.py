@@ -224,8 +224,7 @@ choose kernels of about equal size."""
 
 def with_larger_tiles(plan: Plan, prepared: Prepared, limit: int,
                       leaner: Callable[[tuple[int, ...], int], Prepared],
-                      search: Callable[[Prepared, float | None], Planned | None],
-                      below: float = math.inf) -> Plan:
+                      search: Callable[[Prepared, float | None], Planned | None], below: float) -> Plan:
     """Return a plan within `limit` bytes that is faster by its kernels, or the plan as it is.
 
     `prepared`: the graph of the plan. `leaner`: `leaner_left_out` of it. `search`: over what that returns,

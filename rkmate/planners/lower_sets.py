@@ -92,7 +92,7 @@ def estimated_seconds(count: int, budgets: int = 1) -> float:
     return PAIR_SECONDS * count ** 2 * (budgets + 1)
 
 
-def refuse_too_many(dag: Dag, time_limit: float, budgets: int = 1) -> None:
+def refuse_too_many(dag: Dag, time_limit: float, budgets: int) -> None:
     """Raise `TooManyLowerSets` where the exact program would take longer than `time_limit` seconds."""
     count = count_lower_sets(dag)
     if count is None:

@@ -327,7 +327,7 @@ def smallest_with_copies(problem: Problem, base: Candidate, seconds: float) -> C
 
 
 def whole_at_once(graph: CDGraph, whole: Schedule, budget: int, settings: PlannerSettings, *,
-                  time_limit: float | None = None) -> Outcome | None:
+                  time_limit: float | None) -> Outcome | None:
     """Return the whole step with copies, where they do not make it slower to speak of; None where they do,
     and something else may be faster. `whole`: the step without recomputations; it needs more than the
     budget."""

@@ -53,7 +53,7 @@ def step_of_calls(problem: Problem, candidate: Candidate, calls: int) -> Candida
 
 
 def ask_for_calls(planner: Planner, problem: Problem, calls: int, budget: int, *,
-                  time_limit: float | None = None, known: Sequence[Candidate] | None = None) -> Outcome:
+                  time_limit: float | None, known: Sequence[Candidate] | None) -> Outcome:
     """Return the fastest schedule whose step of `calls` calls stays within `budget` bytes.
 
     `known`, and the outcome's `others`: schedules with their peaks of that many calls.
@@ -250,8 +250,7 @@ def _within(items: Sequence[Item], limit: int, moments: Sequence[Moment], extra:
     def offer(k: int) -> None:
         ladder, step = ladders[k], taken[k]
         if step + 1 < len(ladder):
-            now, then = items[k].ways[ladder[step]], items[k].ways[ladder[step + 1]]
-            heapq.heappush(heap, ((then.seconds - now.seconds) / (then.saved - now.saved), k))
+            heapq.heappush(heap, (_slope(items[k].ways, ladder[step], ladder[step + 1]), k))
 
     for k in range(len(items)):
         offer(k)

@@ -342,7 +342,7 @@ class Ranks:
 
     @shows_signs()
     def led(self, make: Callable[[Measured], T], plan_of: Callable[[T], Plan], follow: Callable[[Plan], T],
-            assist: Callable[[str], None] | None = None) -> T:
+            assist: Callable[[str], None]) -> T:
         """Return what the first rank makes and the others follow.
 
         Args:
@@ -368,7 +368,7 @@ class Ranks:
                 told[0], failed = f"{type(error).__name__}: {error}", error
         # All meet first, so that nobody waits in the broadcast for a rank that has ended, or has failed.
         texts = self._exchanged("", planning=True)
-        while assist is not None and not self.leads and texts[0]:
+        while not self.leads and texts[0]:
             assist(texts[0])
             texts = self._exchanged("", planning=True)
         self._refuse_failures(texts)

@@ -307,7 +307,7 @@ def is_free(traced: Traced) -> bool:
     return capture.recipe is None and not (capture.constants or capture.assigned or traced.settings.opaque)
 
 
-def is_alike(key: Guards, other: Guards, hooks_outside: bool = False, *, attributes: bool = True) -> bool:
+def is_alike(key: Guards, other: Guards, hooks_outside: bool, *, attributes: bool = True) -> bool:
     """Return whether all that a plan is specialised on is equal in two calls, except which objects the
     submodules are, and what replaces their calls.
 

@@ -318,7 +318,7 @@ class PlannedModule(StandIn):
 
     def _first_step(self, ready: Executable) -> FirstStep | None:
         """Return a measurement of a plan's first step, if it is wanted and the device can measure it."""
-        if is_sharded(self) or is_sharded(self._original):
+        if not ready.ran and (is_sharded(self) or is_sharded(self._original)):
             self._tell_of_gathered(ready.plan)
         device = devices.of(ready.compiled.device)
         statistics = device.statistics if self._run_settings.verify else None

@@ -7,6 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -287,6 +288,9 @@ def token(device: torch.device) -> torch.Tensor:
     return torch.empty(0, device=device)
 
 
+_NOTHING = nullcontext()
+
+
 def without_autocast(device: torch.device) -> Any:
     """Switch autocast off inside the context: a planned step contains the casts that autocast made while it
     was traced."""
@@ -310,17 +314,6 @@ def unseen(function: Callable[..., None]) -> Callable[..., None]:
             function(env, **names)
 
     return run
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
-_NOTHING = _Nothing()
 
 
 class _Segment(torch.autograd.Function):

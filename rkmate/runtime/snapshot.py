@@ -29,7 +29,7 @@ from rkmate.graph.capture.forward_code import (
 )
 from rkmate.graph.capture.state import Assigned
 from rkmate.torch_seam.compiler import TensorGuards, dict_version
-from rkmate.torch_seam.containers import attributes_in
+from rkmate.torch_seam.containers import PLAIN, attributes_in
 from rkmate.torch_seam.modules import (
     BUFFERS,
     HOOK_KINDS,
@@ -48,9 +48,6 @@ from rkmate.torch_seam.patches.modules import global_backward_hooks, global_forw
 # Hashable stand-ins for values that a captured step has baked in.
 
 
-SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
-           torch.memory_format)
-"""Compared by value."""
 TEXTS = 16
 """Members of a list of texts that is compared by value, at most: a longer one may be a log that grows."""
 FUNCTIONS = (type, FunctionType, MethodType, BuiltinFunctionType)
@@ -103,7 +100,7 @@ def by_value(value: Any) -> Any:
     """Return the key of a value: a scalar, a tuple of scalars, or a short list of texts (names of adapters,
     which a library sets anew), by value; a partial function by its function and arguments; any other object
     by identity."""
-    if isinstance(value, SCALARS):
+    if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, tuple):
         return type(value), tuple(map(by_value, value))
@@ -124,7 +121,7 @@ def by_content(value: Any, above: frozenset[int] = frozenset()) -> Any:
     `above`: ids of what holds it, as it may hold itself. Raises `ArgumentError` for what can neither be taken
     apart nor be compared.
     """
-    if isinstance(value, SCALARS):
+    if isinstance(value, PLAIN):
         return type(value), value
     if id(value() if isinstance(value, weakref.ref) else value) in above:
         return "itself"
@@ -319,7 +316,7 @@ def attributes_of(model: nn.Module) -> Attributes:
 def _defaults(kind: type) -> list[str]:
     """Return the names for which a class of the user has a plain value."""
     return sorted({k for c in classes_of_user(kind) for k, v in vars(c).items()
-                   if isinstance(v, SCALARS) and not k.startswith("__") and k not in _SKIPPED})
+                   if isinstance(v, PLAIN) and not k.startswith("__") and k not in _SKIPPED})
 
 
 @dataclass(frozen=True, eq=False)
@@ -448,7 +445,7 @@ def _is_own(forward: Any, m: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (*SCALARS, *FUNCTIONS, tuple, torch.Tensor))
+    return isinstance(value, (*PLAIN, *FUNCTIONS, tuple, torch.Tensor))
 
 
 def _has_attributes(value: Any) -> bool:

@@ -124,7 +124,7 @@ def overhead(plans: Sequence[PlanData], seconds: float) -> float:
 
 
 def time_memory(plans: Sequence[PlanData], points: Sequence[Point], here: PlanData | None, title: str,
-                beside: Mapping[str, Sequence[PlanData]] | None = None) -> Any:
+                beside: Mapping[str, Sequence[PlanData]] | None) -> Any:
     """Draw time against memory. `here`: a plan to mark; `beside`: other plans of the model, by name. Returns
     the figure. Raises `MissingExtra` without matplotlib."""
     with styled():

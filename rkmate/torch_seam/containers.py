@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device,
          torch.layout, torch.memory_format)
-"""Types of values in which no tensor can be."""
+"""Types of values in which no tensor can be: they are compared by value."""
 
 
 def attributes_in(value: Any) -> dict[str, Any]:

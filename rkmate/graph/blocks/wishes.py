@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _JOINED = "collectives, which run once in a step"
 
 
-def check_names(model: nn.Module, pins: Mapping[str, Wish], prefix: str = "") -> None:
+def check_names(model: nn.Module, pins: Mapping[str, Wish], prefix: str) -> None:
     """Raise `WishError` for a pattern that no module's name matches. `prefix`: what names in the captured
     model begin with."""
     names = [n.removeprefix(prefix) for n, _ in model.named_modules() if n]
@@ -61,7 +61,7 @@ class Wishes:
         return bool(self.once or self.forgotten)
 
 
-def wishes_of(parts: Partition, captured: Capture, pins: Mapping[str, Wish], prefix: str = "") -> Wishes:
+def wishes_of(parts: Partition, captured: Capture, pins: Mapping[str, Wish], prefix: str) -> Wishes:
     """Return the wishes that concern a graph, and that its collectives never run again unless they gather
     parameters. Raises `WishError` if two contradict each other, or if one cannot be followed at all."""
     program, hints = parts.program, hints_in(captured.graph)

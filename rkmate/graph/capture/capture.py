@@ -469,7 +469,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def _once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values | None,
-          known: Capture | None = None) -> tuple[Capture, Sequence[Assigned]]:
+          known: Capture | None) -> tuple[Capture, Sequence[Assigned]]:
     load()          # before the contexts below replace what the import binds
     given, inputs = take_apart((args, kwargs), result=False)
     # One tensor passed twice is two inputs: another call may pass two.

@@ -334,7 +334,7 @@ class _Recorder(TorchDispatchMode):
         tensors: list[torch.Tensor] = []
         self._read((args, kwargs), words, key, tensors)
         if tensors and not any(map(self._owns, tensors)):
-            return self._of_real(func, args, kwargs, tensors, words)
+            return self._of_real(func, args, kwargs, words)
         self.note(words)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._value(args[0]).item()
@@ -436,8 +436,7 @@ class _Recorder(TorchDispatchMode):
                 if t.dim() or t.numel() else b""
         return tuple(t.shape), str(t.dtype), hashlib.sha256(content).hexdigest()
 
-    def _of_real(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor],
-                 words: list[Any]) -> Any:
+    def _of_real(self, func: Any, args: Any, kwargs: Any, words: list[Any]) -> Any:
         """Run an operation on closed-over tensors alone: their values are known."""
         self.note(words)
         if schema_of(func).is_mutable:

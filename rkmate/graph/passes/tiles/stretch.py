@@ -14,7 +14,7 @@ an operation from a norm's result and from its statistics is added up before it 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -340,6 +340,16 @@ def _like(nodes: Iterable[fx.Node], takes: Sequence[Band | None]) -> list[torch.
     return [_narrow(of.meta[VALUE], band) for of, band in zip(nodes, takes, strict=True)]
 
 
+def _in_parts(make: Callable[..., tuple[Banded, list[Key]] | None], *what: Any, keys: Sequence[Key],
+              ) -> Callable[[int], Banded | None]:
+    """Return what makes a computation of the same arguments, `keys`, in another number of parts."""
+    def coarser(parts: int) -> Banded | None:
+        found = make(*what, parts, keys)
+        return None if found is None else found[0]
+
+    return coarser
+
+
 def forward_of(stretch: Stretch, results: Sequence[fx.Node], name: str, parts: int,
                keys: Sequence[Key] | None = None) -> tuple[Banded, list[Key]] | None:
     """Return the results of a stretch as one computation in tiles, and its arguments, statistics of norms
@@ -352,10 +362,7 @@ def forward_of(stretch: Stretch, results: Sequence[fx.Node], name: str, parts: i
              for w, (graph, takes) in zip(written, _forward_tiles(written, kept), strict=True)]
     made = [_part_like(r.meta[VALUE], stretch.dims.get(r)) for r in results]
 
-    def coarser(fewer: int) -> Banded | None:
-        found = forward_of(stretch, results, name, fewer, kept)
-        return None if found is None else found[0]
-
+    coarser = _in_parts(forward_of, stretch, results, name, keys=kept)
     return Banded(name, stretch.about, parts, runs_of(tiles), tuple(made), coarser), kept
 
 
@@ -406,10 +413,7 @@ def statistics_of(stretch: Stretch, norms: Mapping[fx.Node, int], name: str, par
         runs.append(_finish(norm, kept, len(made)))
         made += [*sums, *[Part(tuple(like.shape), like.dtype, like.device, None)] * 2]
 
-    def coarser(fewer: int) -> Banded | None:
-        found = statistics_of(stretch, norms, name, fewer, kept)
-        return None if found is None else found[0]
-
+    coarser = _in_parts(statistics_of, stretch, norms, name, keys=kept)
     return Banded(name, stretch.about, parts, tuple(runs), tuple(made), coarser), kept
 
 
@@ -481,10 +485,7 @@ def backward_of(stretch: Stretch, entering: Mapping[fx.Node, fx.Node],
                                bands[0].dim if bands else None,
                                bool(bands) and not _cover_once(bands, value.shape[bands[0].dim])))
 
-    def coarser(fewer: int) -> Banded | None:
-        found = backward_of(stretch, entering, groups, name, fewer, kept)
-        return None if found is None else found[0]
-
+    coarser = _in_parts(backward_of, stretch, entering, groups, name, keys=kept)
     return Banded(name, stretch.about, parts, tuple(runs), tuple(made), coarser), kept
 
 

@@ -221,7 +221,7 @@ def _match(joint: Joint, stretch: Stretch) -> tuple[_Entering, _Groups] | None:
         from_tangents = readers_of(tangents)
         between = {found[n] for n in found if n in from_tangents}
         leaving = [([p], found[g]) for p, g in zip(ports, gradients, strict=True) if g is not None]
-        groups, sums = _together(joint, matcher, leaving, between)
+        groups, sums = _together(matcher, leaving, between)
         between |= sums
         between = {n for n in joint.graph.nodes if matcher.same(n) in between}
         replaced = {n for n in between if any(matcher.same(n) is c for _, c in groups)}
@@ -242,8 +242,7 @@ def _match(joint: Joint, stretch: Stretch) -> tuple[_Entering, _Groups] | None:
     return (of_results, groups) if _are_cut(stretch) else None
 
 
-def _together(joint: Joint, matcher: Matcher, leaving: _Groups, between: set[fx.Node],
-              ) -> tuple[_Groups, set[fx.Node]]:
+def _together(matcher: Matcher, leaving: _Groups, between: set[fx.Node]) -> tuple[_Groups, set[fx.Node]]:
     """Return gradients of one value as one where the joint graph adds them up and reads nothing else of them,
     and these sums. What passes a stretch as it is does not leave it."""
     sums: set[fx.Node] = set()
