@@ -269,8 +269,8 @@ class Exchanges:
         self._types: dict[int, torch.dtype] = {}
         """For the id of each parameter, the type of its whole gradient."""
         self.has_come = self._trains = self._exchanged = False
-        """Whether a backward of this step has come, whether it trains this model, and whether one has exchanged
-        gradients."""
+        """Whether a backward of this step has come, whether it trains this model, and whether one has
+        exchanged gradients."""
         self._local = 1.0
         self.standing = 0
         """Bytes of whole gradients that were in memory when the step began, at most."""
