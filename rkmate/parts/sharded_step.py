@@ -268,17 +268,18 @@ class Exchanges:
         """The modules and names of sharded parameters."""
         self._types: dict[int, torch.dtype] = {}
         """For the id of each parameter, the type of its whole gradient."""
-        self.has_come = self._exchanged = False
-        """Whether a backward of this step has come, and whether one has exchanged gradients."""
+        self.has_come = self._trains = self._exchanged = False
+        """Whether a backward of this step has come, whether it trains this model, and whether one has
+        exchanged gradients."""
         self._local = 1.0
         self.standing = 0
         """Bytes of whole gradients that were in memory when the step began, at most."""
 
     def step_begins(self) -> None:
         """Note that a step begins."""
-        if self.has_come:
+        if self._trains:
             self.standing = self._whole_bytes() if self.are_kept_whole else 0
-        self.has_come = self._exchanged = False
+        self.has_come = self._trains = self._exchanged = False
         for module in filter(is_sharded, self._model.modules()):    # inner ones after those around them
             kept = whole_gradient_type(module)
             for p in module.parameters():
@@ -290,7 +291,7 @@ class Exchanges:
     @property
     def are_kept_whole(self) -> bool:
         """Whether the backward of this step has come, and has exchanged no gradients."""
-        return self.has_come and not self._exchanged and bool(self._hooks or flat_gradients(self._model))
+        return self._trains and not self._exchanged and bool(self._hooks or flat_gradients(self._model))
 
     @property
     def gathered(self) -> int:
@@ -302,14 +303,15 @@ class Exchanges:
     def watch(self, call: Call, layer: nn.Module) -> None:
         """Note, after the forward of a planned call, when its backward is over. `layer`: gathered now."""
         own = [p for p in layer.parameters() if p.requires_grad]
-        if not own:             # its backward exchanges nothing
-            return
-        held = sum((local_part(p.detach()) if is_dtensor(p) else p).numel() for p in own)
-        self._local = min(self._local, held / max(1, sum(p.numel() for p in own)) or 1.0)
+        if own:
+            held = sum((local_part(p.detach()) if is_dtensor(p) else p).numel() for p in own)
+            self._local = min(self._local, held / max(1, sum(p.numel() for p in own)) or 1.0)
         finished = call.finished
 
         def over() -> None:
             self.has_come = True
+            # The backward of a frozen layer goes on to what is trained, here or in another model.
+            self._trains |= bool(own) or any(p.requires_grad for p in self._model.parameters())
             if finished is not None:
                 finished()
 

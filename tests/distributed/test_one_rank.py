@@ -120,8 +120,8 @@ class _Growing(GPT):
 
 def _over_many_steps(kind: str) -> dict[str, Any]:
     """Keep an output of a call without a backward in each step, take more from some step on, train the last
-    layer only, take two batches that are too large, in training mode or not, or let small microbatches
-    exchange the gradients of large ones."""
+    layer or the embedding only, take two batches that are too large, in training mode or not, or let small
+    microbatches exchange the gradients of large ones."""
     model, kept, said, log = _Growing(WORDS, 32, 2), [], [], logging.Handler()
     model.train(kind != "larger in evaluation")
     records: list[str] = []
@@ -130,6 +130,9 @@ def _over_many_steps(kind: str) -> dict[str, Any]:
     if kind == "frozen":
         model.words.requires_grad_(False)
         model.layers[0].requires_grad_(False)
+    if kind == "all frozen":                # all that has a plan; the embedding before it is trained
+        model.layers.requires_grad_(False)
+        model.head.requires_grad_(False)
     sharded(model=model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
@@ -364,7 +367,7 @@ TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "least": _least, "first": _first, "other classes": _other_classes,
     "compiled first": lambda _: _compiled(True), "compiled later": lambda _: _compiled(False),
     **{kind: functools.partial(lambda rank, kind: _over_many_steps(kind), kind=kind)
-       for kind in ("kept", "larger", "larger in evaluation", "uneven", "grown", "frozen")}}
+       for kind in ("kept", "larger", "larger in evaluation", "uneven", "grown", "frozen", "all frozen")}}
 
 
 def test_the_smallest_budget_is_what_its_steps_take(found: Found) -> None:
@@ -392,7 +395,7 @@ def test_the_loss_is_whole_in_the_first_step_of_a_shape_that_fits(found: Found) 
     assert min(mine["above"]) > 0.95 * mine["whole"], mine
 
 
-@pytest.mark.parametrize("kind", ["kept", "frozen"])
+@pytest.mark.parametrize("kind", ["kept", "frozen", "all frozen"])
 def test_a_step_shares_the_budget_with_calls_that_have_no_backward(found: Found, kind: str) -> None:
     mine, = found[kind]
     assert "failed" not in mine, mine["failed"]

@@ -556,7 +556,7 @@ def complete(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 for name, t, value in before:
                     if t.shape != value.shape:
                         raise CaptureError(resizes(model, name))
-                    t.copy_(value)
+                    t.data.copy_(value)     # a step that goes on may have saved it for its backward
         numbers.append(_numbers_in(model))
         results[-1] += [t.detach().clone() for _, t in model.named_buffers()]
         if not n:

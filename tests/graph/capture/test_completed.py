@@ -115,3 +115,12 @@ def test_a_first_call_that_adds_hooks_sets_nothing() -> None:
     with pytest.raises(rkmate.CaptureError):
         planned(model, torch.ones(2, 4))
     assert not hasattr(model[0], "hooked") and not model[0]._forward_hooks
+
+
+def test_a_first_forward_leaves_buffers_that_wait_for_a_backward_as_they_were() -> None:
+    """The norm of a sharded model is called before the rest of its forward is planned, in the same step."""
+    norm, x = nn.BatchNorm1d(8), torch.randn(4, 8)
+    waits = norm(x).square().sum()
+    planned(nn.Sequential(norm, Makes(8, 4)), x)
+    waits.backward()
+    assert norm.weight.grad is not None and bool(norm.weight.grad.any())
