@@ -102,6 +102,33 @@ def test_another_size_has_room_from_its_first_step(name: str, caplog: pytest.Log
     assert "from this step on" not in caplog.text
 
 
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "another submodule": lambda m: m.__setitem__(1, nn.ReLU()),
+    "another number": lambda m: setattr(m[1], "approximate", "tanh"),
+    "its mode": lambda m: m.eval(),
+    "a frozen weight": lambda m: m[0].weight.requires_grad_(False),
+    "its type": lambda m: m.double(),
+}
+"""What happens to a model between two steps."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_module_has_room_from_its_first_step(change: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, loss = net(), LOSSES["of several operations"]
+    budget = int(0.75 * measure_step(plain := net(), stepping(plain, loss)).peak)
+    rkmate.apply(model, budget=budget, progress=False)
+    for _ in range(3):
+        stepping(model, loss)()
+    assert "from this step on" in caplog.text
+    caplog.clear()
+    CHANGES[change](model)
+    x = X.to(model[2].weight.dtype)
+    for _ in range(2):
+        loss(model(x)).backward()
+    assert measure_step(model, lambda: loss(model(x)).backward()).peak <= budget
+    assert "from this step on" not in caplog.text
+
+
 class _Summed(nn.Module):
     """A model that returns a number."""
 
