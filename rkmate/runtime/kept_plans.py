@@ -116,13 +116,16 @@ CONFIRMED = 3
 """Sizes whose steps show what the caller takes. Of later ones, the 4th, 8th, 16th and so on are looked at."""
 
 
-def handed_on(traced: Traced, inputs: tuple[Any, ...], others: Sequence[Specialization]
-              ) -> tuple[Traced, Specialization | None]:
+def handed_on(traced: Traced, inputs: tuple[Any, ...], others: Sequence[Specialization],
+              latest: Specialization | None) -> tuple[Traced, Specialization | None]:
     """Return the latest of some signatures whose tensors have these forms: it differs in numbers alone. And a
     trace that leaves as much room for the caller as that one. Where there is none, it leaves room as the
-    latest of `others` does, in proportion to the outputs."""
+    latest of `others` does, in proportion to the outputs, or as `latest`, the signature before a change of
+    the module, if that has the same outputs."""
     before = next((s for s in reversed(others) if s.inputs == inputs), None)
     like = before or next(reversed(others), None)
+    if like is None and latest is not None and latest.mask_for(traced.capture) == traced.wanted:
+        like = latest
     if like is None or traced.settings.loss_bytes is not None:
         return traced, before
     outside, loss = like.traced.outside, like.traced.settings.loss_bytes

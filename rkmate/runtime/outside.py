@@ -62,7 +62,7 @@ MORE = 5, 3
 MANY = 100
 """Operations between forward and backward that are more than a loss: other models."""
 FAR = 2000
-"""Operations in front of a module that are looked at, at most."""
+"""Operations in front of a module, or next to it, that are looked at, at most."""
 LOOKS = 8
 """Calls under a plan that are looked at, at most, until one is found whose backward begins first."""
 STEPS_IN_A_ROW = 3
@@ -166,8 +166,16 @@ class OutsideWatch:
         # What the backward of the loss has still to come to, or keeps for another one.
         saved = [held_part(t) for node in nodes for t in saved_by_node(node) if t.device == self._device]
         sizes = {k: t.untyped_storage().nbytes() for t in (*held, *saved) if (k := key_of(t)) not in known}
-        return Outside(sum(sizes.values()), is_usual, len(nodes), beside=self._kept_by(nodes),
-                       before=self._kept_by(_before(first)))
+        return Outside(sum(sizes.values()) + self._waiting([_node_of(t) for t in numbers]), is_usual,
+                       len(nodes), beside=self._kept_by(nodes), before=self._kept_by(_before(first)))
+
+    def _waiting(self, begin: Sequence[Any]) -> int:
+        """Return the bytes of gradients that parameters get from the loss on another way (a penalty on
+        weights): autograd holds them until those of the module arrive, and adds up both. Where a parameter
+        has no gradient before the step, they are the beginning of that."""
+        own = {id(p): p for p in self._model.parameters() if p.grad is not None}
+        found = {id(p): own[id(p)] for p in _leaves(begin) if id(p) in own}
+        return sum(held_part(p).nbytes for p in found.values() if p.device == self._device)
 
     def _kept_by(self, nodes: Sequence[Any]) -> int:
         """Return the bytes from before the call that some operations keep for their backward, without
@@ -395,6 +403,19 @@ def _operations(begin: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             of_inputs.add(node)
             before += [n for n, _ in node.next_functions if n is not None]
     return [node for node in found if node not in of_inputs], first
+
+
+def _leaves(begin: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors that autograd's nodes from some on end at, on ways that lead through no planned
+    module."""
+    seen: set[Any] = set()
+    todo = list(begin)
+    while todo and len(seen) <= FAR:
+        node = todo.pop()
+        if node not in seen and not _is_planned(node):
+            seen.add(node)
+            todo += [n for n, _ in node.next_functions if n is not None]
+    return [n.variable for n in seen if type(n).__name__ == "AccumulateGrad"]
 
 
 def _are_usual(nodes: Sequence[Any]) -> bool:

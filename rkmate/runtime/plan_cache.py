@@ -184,10 +184,11 @@ class PlanCache:
         key = as_captured(key, self._reader, captured)
         if like is None:
             traced = replace(traced, wanted=self.planning.taught_mask(captured) or traced.wanted)
-        latest = others[-1] if others else self.kept.latest()
-        if latest is not None and (derived is not None or not (like or plan or ranks or self._saved)):
+        latest = None if derived is None and (like or plan or ranks or self._saved) else \
+            others[-1] if others else self.kept.latest()
+        if latest is not None:
             traced = replace(traced, wanted=latest.mask_for(captured) or traced.wanted)
-        attempts, before = self._attempts(traced, key, others, like, plan, ranks)
+        attempts, before = self._attempts(traced, key, others, like, plan, ranks, latest)
         traced = attempts[0]
         plans = [e.known for s in others for m, e in s.executables.items()
                  if e.known is not None and m == traced.wanted]
@@ -228,8 +229,8 @@ class PlanCache:
                                inputs=key.inputs, may_leave_room=self.planning.counts_calls and not (
                                    self._saved or groups_of(captured.graph)))
         known.go_on_from(before)
-        if before is None and others and ranks is None and traced.settings is attempts[0].settings:
-            known.go_on_from_sizes(self._confirmed, self.new_sizes.count + 2)
+        if before is None and (others or latest) and not ranks and traced.settings is attempts[0].settings:
+            known.go_on_from_sizes(self._confirmed if others else 0, self.new_sizes.count + 2)
         if derived is None and captured.recipe is None and like is None and not groups_of(captured.graph):
             known.member = Member(key, known_at(key, captured, args, kwargs, recording))
             if others and len(members) < 2:     # from now on, there may be as many as others are derived from
@@ -240,14 +241,14 @@ class PlanCache:
         return known
 
     def _attempts(self, traced: Traced, key: Guards, others: Sequence[Specialization],
-                  like: Prototype | None, plan: Plan | None, ranks: Ranks | None
-                  ) -> tuple[list[Traced], Specialization | None]:
+                  like: Prototype | None, plan: Plan | None, ranks: Ranks | None,
+                  latest: Specialization | None) -> tuple[list[Traced], Specialization | None]:
         """Return what to plan, in the order in which it is tried: with gradients of shared inputs as terms of
-        sums, or as sums; with the room for the caller that other sizes have shown, or with the usual room.
-        And the signature that differs in numbers alone."""
+        sums, or as sums; with the room for the caller that other sizes, or `latest`, have shown, or with the
+        usual room. And the signature that differs in numbers alone."""
         # Ranks that follow one rank's plan leave the usual room for a new size: the plan does not tell which.
         handed, before = handed_on(traced, key.inputs, [
-            s for s in others if ranks is None or s.inputs == key.inputs])
+            s for s in others if ranks is None or s.inputs == key.inputs], None if ranks else latest)
         attempts, split = [handed], self.planning.shared_inputs
         may_split = plan is None and ranks is None and not (self._saved or self.planning.is_part)
         if like is None and split:

@@ -102,6 +102,60 @@ def test_another_size_has_room_from_its_first_step(name: str, caplog: pytest.Log
     assert "from this step on" not in caplog.text
 
 
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "another submodule": lambda m: m.__setitem__(1, nn.ReLU()),
+    "another number": lambda m: setattr(m[1], "approximate", "tanh"),
+    "its mode": lambda m: m.eval(),
+    "a frozen weight": lambda m: m[0].weight.requires_grad_(False),
+    "its type": lambda m: m.double(),
+}
+"""What happens to a model between two steps."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_module_has_room_from_its_first_step(change: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, loss = net(), LOSSES["of several operations"]
+    budget = int(0.75 * measure_step(plain := net(), stepping(plain, loss)).peak)
+    rkmate.apply(model, budget=budget, progress=False)
+    for _ in range(3):
+        stepping(model, loss)()
+    assert "from this step on" in caplog.text
+    caplog.clear()
+    CHANGES[change](model)
+    x = X.to(model[2].weight.dtype)
+    for _ in range(2):
+        loss(model(x)).backward()
+    assert measure_step(model, lambda: loss(model(x)).backward()).peak <= budget
+    assert "from this step on" not in caplog.text
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_gradients_of_a_penalty_on_weights_have_room(wraps: bool) -> None:
+    """They wait for those of the plan, where parameters have gradients from the step before."""
+    def step(model: nn.Module) -> None:
+        out = model(X)
+        (F.mse_loss(out, torch.zeros_like(out)) + 1e-3 * sum(p.pow(2).sum() for p in own(model))).backward()
+
+    def own(model: nn.Module) -> list[nn.Parameter]:
+        return list(model.parameters())
+
+    plain, model = net(), net()
+    budget = int(0.55 * measure_step(plain, lambda: step(plain)).peak)
+    settings = rkmate.Settings(costs="analytic")
+    plain.zero_grad()
+    if wraps:
+        model = rkmate.wrap(model, (X,), budget=budget, progress=False, settings=settings)
+    else:
+        rkmate.apply(model, budget=budget, progress=False, settings=settings)
+    for _ in range(4):
+        for each in (plain, model):
+            each.zero_grad(set_to_none=False)
+            step(each)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(  # type: ignore[arg-type]
+        own(plain), own(model), strict=True))
+    assert measure_step(model, lambda: step(model)).peak <= budget
+
+
 class _Summed(nn.Module):
     """A model that returns a number."""
 
