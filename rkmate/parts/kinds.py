@@ -13,8 +13,9 @@ from torch import nn
 
 from rkmate.errors import InfeasibleBudget, RkmateError
 from rkmate.graph.capture.structure import Structure, take_apart
-from rkmate.parts.observed_step import ObservedStep, PartCall
+from rkmate.parts.observed_step import ObservedStep
 from rkmate.parts.one_budget import Part, Rest, Shared, bytes_made, is_one_operation
+from rkmate.parts.part_calls import PartCall
 from rkmate.pipeline.prepare import Traced, trace
 from rkmate.pipeline.settings import Settings
 from rkmate.planners.several_calls import Item, Moment

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from torch import nn
 
 from rkmate.parts.kinds import Kind
-from rkmate.parts.observed_step import REST, ObservedStep, PartCall
+from rkmate.parts.observed_step import ObservedStep
+from rkmate.parts.part_calls import REST, PartCall
 from rkmate.planners.several_calls import Moment, Way
 
 STEPS = 4
