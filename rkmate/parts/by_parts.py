@@ -430,7 +430,8 @@ class Parts(FollowedParts):
             if not fits and not is_near:
                 raise
             if is_measured := asked.is_estimate and self.active:
-                self._followed = FollowedStep(self._model.parameters(), asked.step.meter)
+                self._followed = FollowedStep(self._model.parameters(), asked.step.meter,
+                                              is_whole=asked.step.is_trained)
             self._is_planned = True
             logger.warning("%s %s plans: a step takes about %s bytes as it is%s, and the budget is %s",
                            self._type, "needs no" if fits else "has no room for", f"{most:,}",

@@ -70,7 +70,9 @@ class FollowedParts(OneBudget):
 
     def _share_measured(self, asked: Asked, followed: FollowedStep) -> None:
         """Share the budget out once a step as it is was measured: it may fit."""
-        if self._one.all_say(followed.backward_seen):
+        if not (followed.is_whole or self._one.is_of_ranks):
+            self._followed = FollowedStep(self._model.parameters(), asked.step.meter)
+        elif self._one.all_say(followed.backward_seen):
             self._followed, self._is_planned, known = None, False, asked.rest.plain
             peak, budget = followed.peak() or known, self.planning.budget.of(known)
             if max(known, budget) < peak and self._look_further(followed):

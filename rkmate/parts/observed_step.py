@@ -357,7 +357,12 @@ class ObservedStep(Figures):
         """Count a call from outside. Returns whether it belongs to the step because no parameter has changed
         since that began."""
         self._more += 1
-        return self._more <= MORE and self._version == self._version_now()
+        return self._more <= MORE and not self.is_trained
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether parameters have changed since the step began."""
+        return self._version != self._version_now()
 
     def _version_now(self) -> int:
         return next((version_of(p) for ref in self._parameters[:1] if (p := ref()) is not None), -1)

@@ -78,14 +78,15 @@ class RestOfForward:
 
     @contextmanager
     def stubs(self) -> Iterator[None]:
-        """Replace the sharded modules by their stubs."""
+        """Replace the sharded modules by their stubs, if they are not replaced already."""
+        before = [submodules_of(parent)[name] for parent, name, _ in self._places]
         for parent, name, unit in self._places:
             submodules_of(parent)[name] = self._stand_ins[unit]
         try:
             yield
         finally:
-            for parent, name, unit in self._places:
-                submodules_of(parent)[name] = unit
+            for (parent, name, _), module in zip(self._places, before, strict=True):
+                submodules_of(parent)[name] = module
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward with the given results of sharded modules. Raises `CaptureError` if it

@@ -43,8 +43,12 @@ class FollowedStep:
     it stops where the result is asked for, at an optimizer's step, or where another measurement begins.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], meter: PartsMeter | None) -> None:
-        """`parameters`: of the module. `meter`: None to tell only whether the backward came."""
+    def __init__(self, parameters: Iterable[torch.Tensor], meter: PartsMeter | None, *, is_whole: bool = True
+                 ) -> None:
+        """`parameters`: of the module. `meter`: None to tell only whether the backward came. `is_whole`:
+        False where calls of the step came before."""
+        self.is_whole = is_whole
+        """Whether the step is measured from its beginning on."""
         self.only_looks = meter is None
         """Whether the step is observed without measuring its memory."""
         self._run: OpenRun | None = None

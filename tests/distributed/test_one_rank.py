@@ -362,12 +362,46 @@ def _compiled(first: bool) -> dict[str, Any]:
             and [vars(layer)["forward"] for layer in model.layers] == forwards}
 
 
+class _Normed(torch.nn.Module):
+    """A layer that keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+        self.norm = torch.nn.BatchNorm1d(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.norm(self.up(x)).relu())
+
+
+def _statistics(rank: int) -> dict[str, Any]:
+    """Plan a model whose sharded layers write to buffers."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(_Normed(), _Normed(), torch.nn.Linear(16, 4), torch.nn.GELU(),
+                                torch.nn.Linear(4, 4))
+    for module in (model[0], model[1], model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    rkmate.apply(model, budget=1.0, progress=False, settings=Settings(costs="analytic"))
+    model(torch.randn(8, 16)).square().mean().backward()
+    return {"planned": [(shown := rkmate.applied(m)) is not None and shown.has_plan
+                        for m in (model[0], model[1], model)]}
+
+
 TASKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "statistics": _statistics,
     "reading": _reading, "looked at": _looked_at, "handed on": _handed_on, "hooked": _hooked,
     "least": _least, "first": _first, "other classes": _other_classes,
     "compiled first": lambda _: _compiled(True), "compiled later": lambda _: _compiled(False),
     **{kind: functools.partial(lambda rank, kind: _over_many_steps(kind), kind=kind)
        for kind in ("kept", "larger", "larger in evaluation", "uneven", "grown", "frozen", "all frozen")}}
+
+
+def test_the_rest_is_planned_after_layers_that_keep_statistics(found: Found) -> None:
+    mine, = found["statistics"]
+    assert "failed" not in mine, mine["failed"]
+    assert mine["planned"] == [True] * 3
 
 
 def test_the_smallest_budget_is_what_its_steps_take(found: Found) -> None:
