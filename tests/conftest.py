@@ -29,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _set_defaults()
     # From torch 2.15 on, each product on a GPU takes a workspace, larger than the models here.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "128")     # not more than that one, in KiB
     if not hasattr(config, "workerinput"):
         _MADE.append(Path(tempfile.mkdtemp(prefix="rkmate-tests-")))
         os.environ["RKMATE_CACHE_DIR"] = str(_MADE[0])
