@@ -326,8 +326,9 @@ class Parts(FollowedParts):
                 self._step = step = None
         if self._inside or step is None:
             return
-        if step.backward_seen and not (step.is_untrained() if self._looks_further
-                                       else may_go_on and not step.ends_before_call()):
+        goes_on = may_go_on or self._looks_further
+        if step.backward_seen and (
+                not goes_on or step.ends_before_call(until_trained=self._looks_further)):
             self._step = None
             with shows_signs(alone=not of_ranks):
                 self._plan(step)

@@ -23,6 +23,7 @@ import torch
 from rkmate.device.events import OpenRun
 from rkmate.device.protocol import MeterError, PartsMeter
 from rkmate.parts.part_calls import REST, Figures, PartCall
+from rkmate.runtime.followed_step import MORE
 from rkmate.torch_seam.containers import tensors_in
 from rkmate.torch_seam.dtensor import bytes_held
 from rkmate.torch_seam.tensors import is_spread_out, key_of, saved_tensors_seen, storage_lives, version_of
@@ -34,8 +35,6 @@ _SCALAR = 64
 """Bytes of an output that is no input of a loss, but a loss."""
 MOST = 256
 """Calls of parts in a step whose moments are told apart, at most."""
-MORE = 8
-"""Calls from outside after a step's first backward, at most, while results of earlier calls are held."""
 _LOSS = REST
 """The number of what the caller does between forward and backward."""
 
@@ -128,7 +127,7 @@ class ObservedStep(Figures):
         self._of_node = iter(range(1, 1 << 62))
         self.backward_seen = False
         self._more = 0
-        """Calls from outside after the first backward, or the first call."""
+        """Calls from outside after the first backward."""
 
     # -- the forward ----------------------------------------------------------------------
 
@@ -344,20 +343,17 @@ class ObservedStep(Figures):
         """Whether a part is running."""
         return bool(self._open)
 
-    def ends_before_call(self) -> bool:
+    def ends_before_call(self, *, until_trained: bool) -> bool:
         """Count a call from outside after the first backward. Returns whether it belongs to the next step:
         nothing is held, or only what no backward seems to come to. A step may go on with results of earlier
-        calls (a generator's, a slope that is penalised)."""
+        calls (a generator's, a slope that is penalised). `until_trained`: it goes on until parameters have
+        changed, whatever is held."""
         self._more += 1
+        if until_trained:
+            return self.is_trained or self._more > MORE
         if not self.is_empty:
             gc.collect()                        # what only a circle of references holds
         return self.is_empty or self._more > MORE
-
-    def is_untrained(self) -> bool:
-        """Count a call from outside. Returns whether it belongs to the step because no parameter has changed
-        since that began."""
-        self._more += 1
-        return self._more <= MORE and not self.is_trained
 
     @property
     def is_trained(self) -> bool:

@@ -30,7 +30,7 @@ from rkmate.torch_seam.tensors import after_backward, version_of
 
 T = TypeVar("T")
 MORE = 8
-"""Calls that are measured after the first one of a step, at most, where their gradients are added up."""
+"""Calls of a step after its first backward, at most: a later one is taken for another step's."""
 TRIES = 4
 """Steps that are begun to be measured, at most, until one was measured as a whole."""
 

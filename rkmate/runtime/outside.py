@@ -405,17 +405,23 @@ def _operations(begin: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return [node for node in found if node not in of_inputs], first
 
 
-def _leaves(begin: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors that autograd's nodes from some on end at, on ways that lead through no planned
-    module."""
+def _reached(begin: Sequence[Any], stops: Callable[[Any], bool] = lambda node: False) -> set[Any]:
+    """Return autograd's nodes from some on, about `FAR` at most. `stops`: tells whether a way ends before a
+    node."""
     seen: set[Any] = set()
     todo = list(begin)
     while todo and len(seen) <= FAR:
         node = todo.pop()
-        if node not in seen and not _is_planned(node):
+        if node not in seen and not stops(node):
             seen.add(node)
             todo += [n for n, _ in node.next_functions if n is not None]
-    return [n.variable for n in seen if type(n).__name__ == "AccumulateGrad"]
+    return seen
+
+
+def _leaves(begin: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors that autograd's nodes from some on end at, on ways that lead through no planned
+    module."""
+    return [n.variable for n in _reached(begin, _is_planned) if type(n).__name__ == "AccumulateGrad"]
 
 
 def _are_usual(nodes: Sequence[Any]) -> bool:
@@ -429,14 +435,7 @@ def _are_usual(nodes: Sequence[Any]) -> bool:
 
 def _before(begin: Sequence[Any]) -> list[Any]:
     """Return autograd's nodes that lead to some nodes of planned modules, without those of such modules."""
-    seen: set[Any] = set()
-    todo = list(begin)
-    while todo and len(seen) <= FAR:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += [n for n, _ in node.next_functions if n is not None]
-    return [n for n in seen if not _is_planned(n) and type(n).__name__ != "AccumulateGrad"]
+    return [n for n in _reached(begin) if not _is_planned(n) and type(n).__name__ != "AccumulateGrad"]
 
 
 def is_over(seen: Outside, plan: Plan) -> bool:
